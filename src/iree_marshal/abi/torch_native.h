@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+ *
+ * Native reads of a torch.Tensor without torch's headers.
+ *
+ * AOTI's C shim (torch/csrc/inductor/aoti_torch/c/shim.h, a stable C ABI) reads
+ * the metadata of an `at::Tensor*`; a few mangled libtorch functions answer what
+ * the shim does not: the conjugate bit, the negative bit, requires-grad. All are
+ * resolved by name with dlsym at first use, and `iree_marshal._tensors` proves
+ * each on known tensors before it trusts it; where one is missing or disagrees,
+ * the DLPack table and Python are asked instead.
+ */
+#ifndef IREE_MARSHAL_ABI_TORCH_NATIVE_H_
+#define IREE_MARSHAL_ABI_TORCH_NATIVE_H_
+
+#include <stdint.h>
+
+typedef int32_t (*im_torch_int32_fn_t)(void *tensor, int32_t *out);
+typedef int32_t (*im_torch_int64_fn_t)(void *tensor, int64_t *out);
+typedef int32_t (*im_torch_pointer_fn_t)(void *tensor, void **out);
+typedef int32_t (*im_torch_dims_fn_t)(void *tensor, int64_t **out);
+typedef int32_t (*im_torch_constant_fn_t)(void);
+typedef _Bool (*im_torch_tensor_bit_fn_t)(const void *tensor);
+/* c10::TensorImpl::requires_grad() const: takes the TensorImpl itself. */
+typedef _Bool (*im_torch_impl_bit_fn_t)(const void *tensor_impl);
+typedef _Bool (*im_torch_flag_fn_t)(void);
+
+/* Where the at::Tensor may lie in a Python torch.Tensor: right behind the object
+ * head, or one word later (an owned/borrowed tag comes first). Which of the two
+ * it is, is proven against `tensor._cdata`. */
+#define IM_TORCH_TENSOR_OFFSET 16
+#define IM_TORCH_TENSOR_OFFSET_TAGGED 24
+
+#endif /* IREE_MARSHAL_ABI_TORCH_NATIVE_H_ */
