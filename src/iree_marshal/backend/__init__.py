@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""``torch.compile(model, backend="iree_marshal")``: PyTorch programs compiled by IREE, with the crossing of this package.
+
+AOTAutograd traces forward and backward graphs; each is decomposed, planned (:mod:`.graphs`), imported to MLIR
+(:mod:`.importer`), compiled by ``iree-compile`` in a child process (:mod:`.toolchain`), kept on disk (:mod:`.cache`), loaded
+and, at its first call, compared with eager (:mod:`.verify`). A graph that fails on the way runs eager, with one warning.
+
+torch finds :func:`iree_marshal` through the entry point group ``torch_dynamo_backends``: nothing has to be imported. IREE's
+compiler is imported when the first graph is compiled; it comes with the extra ``iree_marshal[compile]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from iree_marshal.backend.compiled import FallbackWarning, MismatchError
+from iree_marshal.backend.options import Options
+from iree_marshal.backend.toolchain import CompileError, MissingCompilerError
+
+__all__ = ["CompileError", "FallbackWarning", "MismatchError", "MissingCompilerError", "Options", "iree_marshal"]
+
+
+def iree_marshal(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph that dynamo captured; the function ``torch.compile`` calls.
+
+    Parameters
+    ----------
+    graph_module : torch.fx.GraphModule
+        Dynamo's graph.
+    example_inputs : sequence
+        Its fake inputs.
+    options : mapping, optional
+        See :class:`Options`: ``verify``, ``fallback``, ``flags``, ``storage``, ``cache``.
+    mode : str, optional
+        ``torch.compile``'s mode. Only the default exists here.
+
+    Returns
+    -------
+    callable
+        The compiled graph with its AOTAutograd wrapper.
+
+    Raises
+    ------
+    MissingCompilerError
+        IREE's compiler is not installed.
+    CompileError
+        With ``fallback=False``: the graph does not compile or load.
+    ValueError
+        Unknown option or mode.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from iree_marshal.backend.decompositions import table
+    from iree_marshal.backend.pipeline import compiler_for
+    from iree_marshal.backend.toolchain import require_compiler
+
+    if mode not in (None, "default"):
+        raise ValueError(f"iree_marshal backend: torch.compile mode {mode!r} is not supported; leave it out")
+    require_compiler()
+    chosen = Options.parse(options)
+    backend: Any = aot_autograd(
+        fw_compiler=compiler_for("forward", chosen),
+        bw_compiler=compiler_for("backward", chosen),
+        inference_compiler=compiler_for("inference", chosen),
+        # Saves fewer tensors for the backward pass than the default: each of them crosses the border twice.
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=table(),
+    )
+    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    return compiled

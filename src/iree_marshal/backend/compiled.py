@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""One compiled graph: what AOTAutograd calls instead of the graph it handed over."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from iree_marshal.backend.graphs import Output, Plan
+from iree_marshal.backend.options import Options
+from iree_marshal.backend.runner import Invoke
+from iree_marshal.backend.verify import acquit, compare, fingerprint
+
+
+class FallbackWarning(RuntimeWarning):
+    """A graph runs eager instead of through IREE; the text names the graph, the cause and the numbers."""
+
+
+class MismatchError(RuntimeError):
+    """A compiled graph returned something else than eager, and ``fallback=False`` was asked for."""
+
+
+def warn_fallback(cause: str) -> None:
+    """Give the one warning about a graph that runs eager from now on."""
+    warnings.warn(f"iree_marshal: {cause}; this graph runs eager", FallbackWarning, stacklevel=2)
+
+
+class EagerGraph:
+    """A graph that runs as torch operators, called the way AOTAutograd calls compiled graphs."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        # On the object, not the class: torch wraps it in a function that copies what the object's own dict says.
+        self._boxed_call = True
+        self._graph_module = graph_module
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        held = list(args)
+        args.clear()
+        outputs: Sequence[Any] = self._graph_module(*held)
+        return outputs
+
+
+class CompiledGraph:
+    """A loaded program with its plan.
+
+    Parameters
+    ----------
+    graph_module : GraphModule
+        The graph as AOTAutograd gave it; runs for the comparison and in IREE's place.
+    plan : Plan
+        How to call the program.
+    invoke : callable
+        The loaded program.
+    storage : bool
+        Whether the program writes its results into memory that was allocated for each call.
+    options : Options
+        When to compare and whether to fall back.
+    """
+
+    def __init__(
+        self, graph_module: GraphModule, plan: Plan, invoke: Invoke, storage: bool, options: Options
+    ) -> None:
+        self._boxed_call = True
+        self.plan = plan
+        self._graph_module = graph_module
+        self._invoke = invoke
+        self._options = options
+        self._eager: EagerGraph | None = None
+        self._lock = threading.Lock()
+        self._checked = options.verify == "never" and storage
+        # Only results that IREE allocates can turn out to be an argument's memory or each other's.
+        self._may_alias = not storage
+        self._copied: tuple[int, ...] = ()
+        self._gather = _gatherer(plan)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._eager is not None:
+            return self._eager(args)
+        if self._checked and self._options.verify != "always":
+            held = list(args)
+            args.clear()
+            return self._run(held)
+        with self._lock:
+            # Another thread may have finished the first call while we waited.
+            if self._eager is None and (not self._checked or self._options.verify == "always"):
+                held = list(args)
+                args.clear()
+                return self._run_checked(held)
+        return self(args)
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        plan = self.plan
+        sizes = () if plan.evaluate is None else plan.evaluate(args)
+        tensors = list(self._invoke(self._gather(args)))
+        for place in self._copied:
+            tensors[place] = tensors[place].clone()
+        return self._finish(args, tensors, sizes)
+
+    def _finish(self, args: Sequence[Any], tensors: list[torch.Tensor], sizes: Sequence[Any]) -> list[Any]:
+        for place, result in enumerate(self.plan.results):
+            tensor = tensors[place]
+            if tensor.dtype != result.dtype:
+                # IREE's results know no sign; the bytes are right.
+                tensor = tensor.view(result.dtype)
+            if result.slots is not None:
+                values = [sizes[slot] for slot in result.slots]
+                rank = len(values) // 2
+                tensor = result.layout.restore(tensor, values[:rank], values[rank:])
+            tensors[place] = tensor
+        return [_output(output, args, tensors, sizes) for output in self.plan.outputs]
+
+    def _run_checked(self, args: list[Any]) -> Sequence[Any]:
+        """Run one call and compare it with eager; give up on IREE for this graph where it fails."""
+        verify = self._options.verify != "never"
+        inputs = [value for value in args if isinstance(value, torch.Tensor)]
+        reference = self._graph_module(*args) if verify else None
+        before = [fingerprint(value) for value in inputs] if verify and not self._checked else None
+        try:
+            if self._may_alias and not self._checked:
+                self._learn_aliases(args)
+            ours = self._run(args)
+        except Exception as error:
+            return self._give_up(args, reference, f"{self.plan.name}: its first call failed: {error}", error)
+        if before is not None:
+            changed = [place for place, value in enumerate(inputs) if fingerprint(value) != before[place]]
+            if changed:
+                # There is no way back from here: the caller's data is gone, eager would compute with what is left.
+                raise MismatchError(f"{self.plan.name}: the compiled program wrote into its tensor inputs {changed}")
+        if reference is not None:
+            found = compare(ours, reference)
+            if found:
+                found = acquit(self._graph_module, args, ours, reference, found)
+            if found:
+                worst = "; ".join(f"output {mismatch.output} {mismatch.reason}" for mismatch in found[:3])
+                more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+                cause = f"{self.plan.name}: the compiled program is wrong: {worst}{more}"
+                return self._give_up(args, reference, cause, None)
+        self._checked = True
+        return ours
+
+    def _give_up(
+        self, args: list[Any], reference: Sequence[Any] | None, cause: str, error: Exception | None
+    ) -> Sequence[Any]:
+        if not self._options.fallback:
+            raise MismatchError(cause) from error
+        warn_fallback(cause)
+        self._eager = EagerGraph(self._graph_module)
+        return self._eager(args) if reference is None else reference
+
+    def _learn_aliases(self, args: list[Any]) -> None:
+        """Find results that are the memory of an argument or of another result; they are copied in every call.
+
+        The compiler may return an argument for `clone(x)`, or one buffer for two equal results. torch's caller may write
+        into either. Which ones is decided when the program is compiled, so one look is enough.
+        """
+        gathered = self._gather(args)
+        seen = {value.untyped_storage().data_ptr() for value in gathered if isinstance(value, torch.Tensor)}
+        # Results of one call share one allocation at different offsets, so the address itself has to be compared.
+        addresses = {value.data_ptr() for value in gathered if isinstance(value, torch.Tensor)} | seen
+        copied = []
+        for place, tensor in enumerate(self._invoke(gathered)):
+            if tensor.numel() and tensor.data_ptr() in addresses:
+                copied.append(place)
+            addresses.add(tensor.data_ptr())
+        self._copied = tuple(copied)
+
+
+def _output(output: Output, args: Sequence[Any], tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Any:
+    if output.kind == "none":
+        return None
+    if output.kind == "number":
+        return sizes[output.index]
+    base: torch.Tensor = args[output.index] if output.kind == "argument" else tensors[output.index]
+    if output.slots is not None:
+        values = [sizes[slot] for slot in output.slots]
+        rank = len(values) // 2
+        return base.as_strided(values[:rank], values[rank : 2 * rank], base.storage_offset() + values[-1])
+    return base.detach() if output.detach else base
+
+
+def _gatherer(plan: Plan) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return the function from a call's arguments to the program's."""
+    arguments = plan.arguments
+    if all(argument.source == place for place, argument in enumerate(arguments)) and not any(
+        argument.permutation or argument.item for argument in arguments
+    ):
+        count = len(arguments)
+        return lambda args: args if len(args) == count else args[:count]
+
+    def one(args: Sequence[Any], argument: Any) -> Any:
+        value = argument.constant if argument.source is None else args[argument.source]
+        if argument.permutation is not None:
+            return value.permute(argument.permutation)
+        return value.item() if argument.item else value
+
+    return lambda args: [one(args, argument) for argument in arguments]

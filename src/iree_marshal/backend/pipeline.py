@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""The straight line from one graph of AOTAutograd to something that can be called in its place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from iree_marshal.backend import cache as disk
+from iree_marshal.backend import runner
+from iree_marshal.backend.compiled import CompiledGraph, EagerGraph, warn_fallback
+from iree_marshal.backend.graphs import Plan, is_random, plan_graph
+from iree_marshal.backend.importer import FUNCTION, import_graph
+from iree_marshal.backend.options import Options
+from iree_marshal.backend.progress import log
+from iree_marshal.backend.signatures import signature_of
+from iree_marshal.backend.toolchain import (
+    CompileError,
+    MissingCompilerError,
+    compile_program,
+    compiler_version,
+    flags_for,
+    host_cpu,
+)
+
+_numbers = itertools.count()
+# Storage arguments save a call 50 us and cost 1 us each (H200): with many results IREE's own single allocation wins.
+_STORAGE_RESULTS = 32
+
+
+def package_version() -> str:
+    """Return this package's version, which is part of every cache key."""
+    try:
+        return importlib.metadata.version("iree_marshal")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def name_of(graph_module: GraphModule, kind: str) -> str:
+    """Return a name a user can find again: number, kind, size and the last source line of the traced code."""
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    places = [
+        match for node in calls for match in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    ]
+    where = f", {Path(places[0][0]).name}:{places[0][1]}" if places else ""
+    return f"graph {next(_numbers)} ({kind}, {len(calls)} operators{where})"
+
+
+def compiler_for(kind: str, options: Options) -> Callable[[GraphModule, Sequence[Any]], Any]:
+    """Return the function that AOTAutograd calls with each graph of one kind.
+
+    Parameters
+    ----------
+    kind : str
+        ``"forward"``, ``"backward"`` or ``"inference"``.
+    options : Options
+        The user's choices.
+    """
+
+    def compile_graph(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return build(graph_module, kind, options)
+
+    return compile_graph
+
+
+def build(graph_module: GraphModule, kind: str, options: Options) -> CompiledGraph | EagerGraph:
+    """Compile and load one graph, or return it as it is where IREE cannot have it.
+
+    Raises
+    ------
+    CompileError
+        With ``fallback=False``.
+    MissingCompilerError
+        IREE's compiler is not installed.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    name = name_of(graph_module, kind)
+    if is_random(graph_module):
+        log.info("%s draws random numbers: it runs eager, so that seeds mean what they mean in torch", name)
+        return EagerGraph(graph_module)
+    try:
+        with _disable_current_modes():
+            plan = plan_graph(graph_module, name)
+            if not plan.results:
+                log.debug("%s computes nothing: it runs eager", name)
+                return EagerGraph(graph_module)
+            storage = len(plan.results) <= _STORAGE_RESULTS if options.storage is None else options.storage
+            invoke = load_plan(plan, storage, options)
+            return CompiledGraph(graph_module, plan, invoke, storage, options)
+    except MissingCompilerError:
+        raise
+    except Exception as error:
+        cause = error if isinstance(error, CompileError) else CompileError(f"{name}: {type(error).__name__}: {error}")
+        if not options.fallback:
+            raise cause from error
+        warn_fallback(str(cause))
+        return EagerGraph(graph_module)
+
+
+def load_plan(plan: Plan, storage: bool, options: Options) -> runner.Invoke:
+    """Import, compile (or find in the cache) and load a planned program.
+
+    Raises
+    ------
+    CompileError
+        The importer, the compiler or the runtime refuses it.
+    """
+    program = import_graph(plan.program, plan.name, storage=storage)
+    flags = (*flags_for(plan.device), *options.flags)
+    signature = signature_of(plan, storage=storage)
+    loaded: list[runner.Invoke] = []
+
+    def build_module() -> bytes:
+        return compile_program(program, flags, f"{plan.name} for {plan.device.type}")
+
+    def check(module: bytes) -> None:
+        try:
+            loaded[:] = [runner.load(module, FUNCTION, plan.device, signature)]
+        except Exception as error:
+            raise CompileError(f"{plan.name}: the compiled module does not load: {error}") from error
+
+    if options.cache:
+        key = disk.key(program, [*flags, compiler_version(), package_version(), host_cpu(), torch.version.cuda or ""])
+        _, hit = disk.Cache().get(key, build_module, check)
+        log.debug("%s: %s", plan.name, "found in the cache" if hit else "compiled")
+    else:
+        check(build_module())
+    return loaded[0]
