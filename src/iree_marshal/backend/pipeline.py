@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from iree_marshal.backend import cache as disk
@@ -105,6 +104,41 @@ def build(graph_module: GraphModule, kind: str, options: Options) -> CompiledGra
         return EagerGraph(graph_module)
 
 
+def compile_cached(plan: Plan, program: str, options: Options, check: Callable[[bytes], None] | None = None) -> bytes:
+    """Return the module of an imported program, from the disk cache where it is there.
+
+    Parameters
+    ----------
+    plan : Plan
+        Gives the name and the device.
+    program : str
+        MLIR text.
+    options : Options
+        More flags; whether to use the cache.
+    check : callable, optional
+        Loads the module; raises when the runtime refuses it, and then it is not kept.
+
+    Raises
+    ------
+    CompileError
+        The compiler refuses the program, or whatever ``check`` raises.
+    """
+    flags = (*flags_for(plan.device), *options.flags)
+    checked = check or (lambda module: None)
+
+    def build_module() -> bytes:
+        return compile_program(program, flags, f"{plan.name} for {plan.device.type}")
+
+    if not options.cache:
+        module = build_module()
+        checked(module)
+        return module
+    key = disk.key(program, [*flags, compiler_version(), package_version(), host_cpu()])
+    module, hit = disk.Cache().get(key, build_module, checked)
+    log.debug("%s: %s", plan.name, "found in the cache" if hit else "compiled")
+    return module
+
+
 def load_plan(plan: Plan, storage: bool, options: Options) -> runner.Invoke:
     """Import, compile (or find in the cache) and load a planned program.
 
@@ -113,13 +147,8 @@ def load_plan(plan: Plan, storage: bool, options: Options) -> runner.Invoke:
     CompileError
         The importer, the compiler or the runtime refuses it.
     """
-    program = import_graph(plan.program, plan.name, storage=storage)
-    flags = (*flags_for(plan.device), *options.flags)
     signature = signature_of(plan, storage=storage)
     loaded: list[runner.Invoke] = []
-
-    def build_module() -> bytes:
-        return compile_program(program, flags, f"{plan.name} for {plan.device.type}")
 
     def check(module: bytes) -> None:
         try:
@@ -127,10 +156,5 @@ def load_plan(plan: Plan, storage: bool, options: Options) -> runner.Invoke:
         except Exception as error:
             raise CompileError(f"{plan.name}: the compiled module does not load: {error}") from error
 
-    if options.cache:
-        key = disk.key(program, [*flags, compiler_version(), package_version(), host_cpu(), torch.version.cuda or ""])
-        _, hit = disk.Cache().get(key, build_module, check)
-        log.debug("%s: %s", plan.name, "found in the cache" if hit else "compiled")
-    else:
-        check(build_module())
+    compile_cached(plan, import_graph(plan.program, plan.name, storage=storage), options, check)
     return loaded[0]
