@@ -91,12 +91,18 @@ IM_ASSERT_OFFSET(im_ref_type_descriptor_t, count_offset_bits, 24);
 
 enum im_value_type_e {
   IM_VALUE_TYPE_NONE = 0,
+  IM_VALUE_TYPE_I8 = 1,
+  IM_VALUE_TYPE_I16 = 2,
+  IM_VALUE_TYPE_I32 = 3,
   IM_VALUE_TYPE_I64 = 4,
   IM_VALUE_TYPE_F32 = 5,
   IM_VALUE_TYPE_F64 = 6,
 };
 
 typedef union im_vm_value_t {
+  int8_t i8;
+  int16_t i16;
+  int32_t i32;
   int64_t i64;
   float f32;
   double f64;
@@ -141,7 +147,7 @@ IM_ASSERT_OFFSET(im_vm_list_t, storage, 64);
 typedef struct im_hal_resource_t {
   int32_t ref_count;
   int32_t unused_padding;
-  void *const *vtable;
+  void **vtable;
 } im_hal_resource_t;
 IM_ASSERT_OFFSET(im_hal_resource_t, ref_count, 0);
 IM_ASSERT_OFFSET(im_hal_resource_t, vtable, 8);

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 # What abi/iree.h declares, for cimport. The layouts and their guards are explained there.
-from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 
 cdef extern from "iree.h" nogil:
@@ -36,11 +36,17 @@ cdef extern from "iree.h" nogil:
     const uintptr_t IM_TYPE_LOW_BITS
 
     const uintptr_t IM_VALUE_TYPE_NONE
+    const uintptr_t IM_VALUE_TYPE_I8
+    const uintptr_t IM_VALUE_TYPE_I16
+    const uintptr_t IM_VALUE_TYPE_I32
     const uintptr_t IM_VALUE_TYPE_I64
     const uintptr_t IM_VALUE_TYPE_F32
     const uintptr_t IM_VALUE_TYPE_F64
 
     ctypedef union im_vm_value_t:
+        int8_t i8
+        int16_t i16
+        int32_t i32
         int64_t i64
         float f32
         double f64

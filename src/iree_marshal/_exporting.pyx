@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""From a variant list to values: each buffer view becomes a tensor on IREE's own memory.
+
+The pointer comes from the allocator's `export_buffer`; the tensor from torch's own
+DLPack constructor, called through its C table: no capsule, no Python call per
+tensor. Every tensor keeps its buffer alive, and the device with it.
+"""
+import torch
+
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from iree_marshal._lifetime cimport Account, Holding, begin_holding, drop_holding, enter, new_account
+from iree_marshal._objects cimport (
+    NativeDevice,
+    borrow_list,
+    heap_buffer_vtable,
+    is_host_device,
+    native_device,
+    native_device_at,
+    ref_types,
+)
+from iree_marshal._status cimport raise_status
+from iree_marshal._tensors cimport exchange_api, require_reader
+from iree_marshal.abi.dlpack cimport (
+    IM_DL_CPU,
+    IM_DLPACK_MAJOR,
+    im_dl_data_type_t,
+    im_dl_exchange_api_t,
+    im_dl_managed_tensor_t,
+    im_dl_tensor_t,
+)
+from iree_marshal.abi.iree cimport (
+    IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER,
+    IM_HAL_DEVICE_SLOT_DEVICE_ALLOCATOR,
+    IM_HAL_ENCODING_DENSE_ROW_MAJOR,
+    IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION,
+    IM_VALUE_TYPE_F32,
+    IM_VALUE_TYPE_F64,
+    IM_VALUE_TYPE_I8,
+    IM_VALUE_TYPE_I16,
+    IM_VALUE_TYPE_I32,
+    IM_VALUE_TYPE_I64,
+    IM_VALUE_TYPE_NONE,
+    IM_VM_LIST_STORAGE_MODE_VARIANT,
+    im_hal_buffer_t,
+    im_hal_buffer_view_t,
+    im_hal_device_allocator_fn_t,
+    im_hal_export_buffer_fn_t,
+    im_hal_external_buffer_t,
+    im_hal_resource_t,
+    im_status_t,
+    im_vm_list_t,
+    im_vm_variant_t,
+)
+
+from iree_marshal import devices, element_types
+from iree_marshal.errors import where
+
+cdef enum:
+    HIGHEST_RANK = 64      # torch's own limit; a view of a higher rank is damaged
+    MOST_ELEMENT_TYPES = 64
+
+# The managed tensor that torch adopts, with what it holds, its shape and its strides.
+cdef struct Exported:
+    Holding holding           # first: letting go of it frees the whole block
+    im_dl_managed_tensor_t managed
+    int64_t dims[1]           # really 2 * rank
+
+
+# ---- element types ------------------------------------------------------------------------
+
+# How torch is told the dtype of a result. Built once, from torch's own answers.
+cdef struct ResultType:
+    uint32_t element_type       # of HAL
+    im_dl_data_type_t dlpack
+    PyObject* reinterpret_as    # torch.dtype where DLPack cannot name it: handed over as bytes, then viewed
+
+cdef ResultType _result_types[MOST_ELEMENT_TYPES]
+cdef int _result_type_count = 0
+
+
+cdef int _load_result_types() except -1:
+    global _result_type_count
+    cdef im_dl_tensor_t probe
+    cdef ResultType* entry
+    cdef int count = 0
+    if _result_type_count:
+        return 0
+    for element_type, dtype in element_types.TORCH_OF.items():
+        if count == MOST_ELEMENT_TYPES:
+            raise RuntimeError("more element types than iree_marshal has room for")
+        entry = &_result_types[count]
+        entry.element_type = element_type
+        entry.reinterpret_as = NULL
+        tensor = torch.empty(1, dtype=dtype, device="cpu")
+        try:
+            exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
+            entry.dlpack = probe.dtype
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            tensor = tensor.view(torch.uint8)
+            if tensor.numel() != 1:
+                raise
+            exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
+            entry.dlpack = probe.dtype
+            entry.reinterpret_as = <PyObject*>dtype  # kept alive by torch
+        count += 1
+    _result_type_count = count
+    return 0
+
+
+cdef ResultType* find_result_type(uint32_t element_type) noexcept nogil:
+    cdef int index
+    for index in range(_result_type_count):
+        if _result_types[index].element_type == element_type:
+            return &_result_types[index]
+    return NULL
+
+
+# ---- where a result lives --------------------------------------------------------------------
+
+
+cdef class Export:
+    """One call of `from_variant_list`: what its results share."""
+
+    cdef NativeDevice fallback           # for buffers that do not say their device
+    cdef bint as_arrays
+    cdef im_dl_exchange_api_t* api
+    # The allocation seen last and where it lives: IREE carves many results out of one.
+    cdef im_hal_buffer_t* allocation
+    cdef NativeDevice known              # its device, where that is one that is never destroyed
+    cdef im_hal_resource_t* transient    # its device, where the caller may destroy it
+    cdef char* base
+    cdef Account* account
+    cdef int dlpack_type
+    cdef int device_index
+    cdef object torch_device
+
+    cdef int locate(self, im_hal_buffer_t* allocation, tuple path, Py_ssize_t index) except -1:
+        """Find the device and the base address of an allocation."""
+        cdef im_hal_resource_t* device = allocation.placement_device
+        cdef im_hal_resource_t* allocator
+        cdef im_hal_export_buffer_fn_t export_buffer
+        cdef im_hal_external_buffer_t external
+        cdef im_status_t status
+        self.allocation = NULL
+        self.transient = NULL
+        if device == NULL:
+            # Imports, copies and local-sync results on the host say nothing.
+            if allocation.resource.vtable != heap_buffer_vtable and self.fallback is None:
+                raise ValueError(
+                    f"{where(path + (index,))}: the buffer does not say which device it belongs to; "
+                    "pass from_variant_list(..., device=...)"
+                )
+            if self.fallback is None:
+                self.fallback = native_device(devices.hal_device(torch.device("cpu")))
+            self.known = self.fallback
+        elif self.known is None or self.known.device != device:
+            self.known = native_device_at(device)
+        if self.known is not None:
+            allocator = self.known.allocator
+            export_buffer = self.known.export_buffer
+            self.account = self.known.account
+            self.dlpack_type = self.known.dlpack_type
+            self.device_index = max(self.known.torch_index, 0)
+            self.torch_device = self.known.torch_device
+        elif is_host_device(device):
+            # A device of the caller's own that was never handed to us: it must outlive its results.
+            self.transient = device
+            allocator = (<im_hal_device_allocator_fn_t>device.vtable[IM_HAL_DEVICE_SLOT_DEVICE_ALLOCATOR])(device)
+            export_buffer = <im_hal_export_buffer_fn_t>allocator.vtable[IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER]
+            self.account = transient_account()
+            self.dlpack_type = IM_DL_CPU
+            self.device_index = 0
+            self.torch_device = torch.device("cpu")
+        else:
+            raise ValueError(
+                f"{where(path + (index,))}: the buffer belongs to a HAL device that iree_marshal does not know; "
+                "name it with iree_marshal.register_device(hal_device, torch_device)"
+            )
+        external.handle = 0
+        external.size = 0
+        status = export_buffer(allocator, allocation, IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION, 0, &external)
+        if status != 0:
+            raise_status(status, f"{where(path + (index,))}: cannot export the buffer")
+        self.base = <char*>external.handle
+        self.allocation = allocation
+        return 0
+
+    cdef object export_view(self, im_hal_buffer_view_t* view, tuple path, Py_ssize_t index):
+        """The buffer view as a tensor or `HalArray`."""
+        cdef im_hal_buffer_t* buffer = view.buffer
+        cdef ResultType* result_type = find_result_type(view.element_type)
+        if result_type == NULL:
+            raise TypeError(
+                f"{where(path + (index,))}: torch has no dtype for the HAL element type {view.element_type:#010x}"
+            )
+        if view.encoding_type != IM_HAL_ENCODING_DENSE_ROW_MAJOR:
+            raise TypeError(f"{where(path + (index,))}: only dense row-major buffer views can be adopted")
+        if view.rank > HIGHEST_RANK:
+            raise ValueError(f"{where(path + (index,))}: rank {view.rank} is more than torch's {HIGHEST_RANK}")
+        if buffer.allocated_buffer != self.allocation:
+            self.locate(buffer.allocated_buffer, path, index)
+        if self.as_arrays:
+            return self.make_array(view, result_type)
+        return self.make_tensor(view, result_type)
+
+    cdef Exported* describe(self, im_hal_buffer_view_t* view, ResultType* result_type) except NULL:
+        """Everything torch needs to adopt the view; holds the buffer until it is dropped."""
+        cdef size_t rank = view.rank
+        cdef size_t dim
+        cdef int64_t stride = 1
+        cdef Exported* exported = <Exported*>malloc(sizeof(Exported) + 2 * rank * sizeof(int64_t))
+        if exported == NULL:
+            raise MemoryError
+        begin_holding(
+            &exported.holding, view.buffer, self.transient, self.account, <int64_t>view.byte_length
+        )
+        exported.managed.version.major = IM_DLPACK_MAJOR
+        exported.managed.version.minor = 0
+        exported.managed.manager_ctx = exported
+        exported.managed.deleter = on_tensor_dropped
+        exported.managed.flags = 0
+        # The offset is folded in: consumers are known to ignore byte_offset.
+        exported.managed.dl_tensor.data = self.base + view.buffer.byte_offset
+        exported.managed.dl_tensor.device.device_type = self.dlpack_type
+        exported.managed.dl_tensor.device.device_id = self.device_index
+        exported.managed.dl_tensor.ndim = <int>rank
+        exported.managed.dl_tensor.dtype = result_type.dlpack
+        exported.managed.dl_tensor.shape = exported.dims
+        exported.managed.dl_tensor.strides = exported.dims + rank
+        exported.managed.dl_tensor.byte_offset = 0
+        memcpy(exported.dims, view.dims, rank * sizeof(int64_t))
+        dim = rank
+        while dim > 0:
+            dim -= 1
+            exported.dims[rank + dim] = stride
+            # A size of 0 leaves strides that nobody follows; torch's own are made with at least 1.
+            stride *= max(view.dims[dim], 1)
+        return exported
+
+    cdef object make_tensor(self, im_hal_buffer_view_t* view, ResultType* result_type):
+        cdef Exported* exported = self.describe(view, result_type)
+        cdef void* adopted = NULL
+        try:
+            self.api.managed_tensor_to_py_object_no_sync(&exported.managed, &adopted)
+        except BaseException:
+            # Only a successful call takes the managed tensor over.
+            drop_holding(&exported.holding)
+            raise
+        tensor = steal(<PyObject*>adopted)
+        if result_type.reinterpret_as != NULL:
+            tensor = tensor.view(<object>result_type.reinterpret_as)
+        return tensor
+
+    cdef object make_array(self, im_hal_buffer_view_t* view, ResultType* result_type):
+        from iree_marshal.arrays import HalArray
+
+        cdef HeldBuffer owner = HeldBuffer.__new__(HeldBuffer)
+        owner.holding = <Holding*>malloc(sizeof(Holding))
+        if owner.holding == NULL:
+            raise MemoryError
+        begin_holding(owner.holding, view.buffer, self.transient, self.account, <int64_t>view.byte_length)
+        shape = tuple([view.dims[dim] for dim in range(<Py_ssize_t>view.rank)])
+        return HalArray(
+            owner, <uintptr_t>(self.base + view.buffer.byte_offset), shape,
+            element_types.TORCH_OF[view.element_type], self.torch_device,
+        )
+
+    cdef list convert(self, object variants, tuple path):
+        """The values of one list; `path` leads to it from the outermost one."""
+        cdef im_vm_list_t* native = borrow_list(variants)
+        cdef Py_ssize_t count = <Py_ssize_t>native.count
+        cdef Py_ssize_t index
+        cdef im_vm_variant_t* variant
+        cdef list results = []
+        for index in range(count):
+            if index >= <Py_ssize_t>native.count:
+                raise RuntimeError(f"{where(path)}: the list changed its length while it was read")
+            variant = &native.storage[index]
+            if variant.type == ref_types.buffer_view:
+                results.append(self.export_view(<im_hal_buffer_view_t*>variant.value.ref, path, index))
+            elif variant.type == IM_VALUE_TYPE_I64:
+                results.append(variant.value.i64)
+            elif variant.type == IM_VALUE_TYPE_F64:
+                results.append(variant.value.f64)
+            elif variant.type == IM_VALUE_TYPE_I32:
+                results.append(variant.value.i32)
+            elif variant.type == IM_VALUE_TYPE_F32:
+                results.append(<double>variant.value.f32)
+            elif variant.type == IM_VALUE_TYPE_I16:
+                results.append(variant.value.i16)
+            elif variant.type == IM_VALUE_TYPE_I8:
+                results.append(variant.value.i8)
+            elif variant.type == IM_VALUE_TYPE_NONE:
+                results.append(None)
+            elif variant.type == ref_types.list:
+                results.append(self.convert(variants.get_as_list(index), path + (index,)))
+            else:
+                results.append(variants.get_as_object(index))
+        return results
+
+
+cdef extern from "Python.h":
+    object steal "(PyObject *)"(PyObject* owned)
+
+
+cdef void on_tensor_dropped(im_dl_managed_tensor_t* managed) noexcept nogil:
+    """torch's deleter call: any thread, GIL or not."""
+    drop_holding(&(<Exported*>managed.manager_ctx).holding)
+
+
+cdef Account* _transient_account = NULL
+
+
+cdef Account* transient_account() except NULL:
+    """The account of all host devices that were never handed to us."""
+    global _transient_account
+    if _transient_account == NULL:
+        _transient_account = new_account()
+    return _transient_account
+
+
+cdef class HeldBuffer:
+    """Keeps one HAL buffer and its device alive for a `HalArray`."""
+
+    cdef Holding* holding
+
+    def __dealloc__(self):
+        if self.holding != NULL:
+            drop_holding(self.holding)
+
+
+def from_variant_list(variants, hal_device, bint as_arrays):
+    """The native path of `iree_marshal.from_variant_list`; the arguments are resolved there."""
+    enter()
+    require_reader()
+    _load_result_types()
+    cdef Export call = Export.__new__(Export)
+    call.as_arrays = as_arrays
+    call.api = exchange_api()
+    if hal_device is not None:
+        call.fallback = native_device(hal_device)
+    return call.convert(variants, ())

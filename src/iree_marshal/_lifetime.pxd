@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
+
+from iree_marshal.abi.interpreter cimport im_node_t
+from iree_marshal.abi.iree cimport im_hal_buffer_t, im_hal_buffer_view_t, im_hal_resource_t
+
+
+# One imported tensor. IREE's release callback carries its address.
+cdef struct Owner:
+    im_node_t node        # first: link of the release queue
+    PyObject* object      # strong: the tensor whose memory IREE uses
+    Batch* batch          # keeps this struct itself alive
+    int64_t nbytes
+
+
+# The imports of one call: their owners and buffer views in one block of memory.
+cdef struct Batch:
+    im_node_t node        # first: link of the queue of finished batches
+    # Owners not yet dropped, views not yet freed by IREE, and what the builder
+    # still may hand out. Zero frees the block; atomic, because views are freed on any thread.
+    int64_t pending
+    Batch* previous       # live batches, for the statistics; guarded by the GIL
+    Batch* following
+    Account* account      # borrowed: accounts are never freed
+    Py_ssize_t capacity
+    Py_ssize_t owners_used
+    Py_ssize_t views_used
+    Owner* owners
+    char* views           # the next free byte of the view slab
+    char* views_end
+
+
+# Takes over owners that IREE let go of (linked through their nodes) and drops each
+# of them with drop_owner, now or when the device is through. Called with the GIL.
+ctypedef void (*ReleaseGate)(Account* account, im_node_t* owners) noexcept
+
+
+# One buffer of IREE that torch or a HalArray holds; heads the block of memory that
+# describes it, so that letting go frees the block too.
+cdef struct Holding:
+    im_node_t node              # first: link of the queue of an account's drop gate
+    im_hal_buffer_t* buffer     # one reference
+    im_hal_resource_t* device   # one reference; NULL where the device is never destroyed anyway
+    Account* account            # borrowed: accounts are never freed
+    int64_t nbytes
+
+
+# Takes over a holding on a device whose work runs behind the host, and lets it go with
+# finish_holding once that is safe. Any thread, GIL or not.
+ctypedef void (*DropGate)(Holding* holding) noexcept nogil
+
+
+# What IREE and torch hold of each other on one device. Never freed.
+cdef struct Account:
+    int64_t live_exports
+    int64_t export_bytes
+    # NULL where a tensor may be dropped the moment IREE lets go of it (a host device).
+    ReleaseGate release_gate
+    # NULL where IREE may reuse a result's memory the moment torch drops it (a host device).
+    DropGate drop_gate
+    void* gate_state
+    Account* next
+
+
+cdef Account* new_account() except NULL
+cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) except NULL
+cdef void end_batch(Batch* batch) noexcept nogil
+cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil
+cdef void on_input_released(void* user_data, im_hal_buffer_t* buffer) noexcept nogil
+cdef void drop_owner(Owner* owner) noexcept nogil
+cdef void begin_holding(
+    Holding* holding, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account, int64_t nbytes
+) noexcept nogil
+cdef void drop_holding(Holding* holding) noexcept nogil
+cdef void finish_holding(Holding* holding) noexcept nogil
+cdef int enter() except -1
+cdef bint is_closing() noexcept nogil
+cdef void count_imports(Account* account, int64_t* live, int64_t* nbytes) noexcept

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""Who keeps whose memory alive, and how it is let go.
+
+IREE calls back when it is through with an imported buffer: from any thread, with
+or without the GIL, inside a destructor, while an exception is pending, at
+interpreter exit. The callback never waits for the GIL (the thread that holds it
+may be waiting for IREE). Where this thread holds the GIL already, the tensor is
+dropped at once; else its owner goes on a lock-free queue, which the next call of
+this package, a pending call of the interpreter, or the exit handler drains. Once
+the interpreter shuts down, owners are leaked on purpose.
+"""
+import atexit
+
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+
+from iree_marshal.abi.interpreter cimport (
+    Py_AddPendingCall,
+    Py_DECREF,
+    PyErr_Occurred,
+    im_atomic_add,
+    im_atomic_get,
+    im_holds_gil,
+    im_node_t,
+    im_stack_push,
+    im_stack_take_all,
+    pthread_atfork,
+)
+from iree_marshal.abi.iree cimport (
+    IM_ALLOCATOR_COMMAND_FREE,
+    IM_HAL_DEVICE_SLOT_DESTROY,
+    im_hal_buffer_release,
+    im_hal_buffer_t,
+    im_hal_buffer_view_t,
+    im_hal_resource_destroy_fn_t,
+    im_hal_resource_t,
+    im_ref_drop,
+    im_ref_retain,
+    im_status_t,
+)
+
+cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropped yet
+cdef im_node_t* _finished = NULL   # batches whose last view was freed without the GIL
+cdef Batch* _live_batches = NULL   # guarded by the GIL
+cdef Account* _accounts = NULL     # guarded by the GIL
+cdef bint _closing = False
+cdef bint _forked = False
+
+
+cdef bint is_closing() noexcept nogil:
+    return _closing
+
+
+# ---- batches -------------------------------------------------------------------------
+
+
+cdef inline size_t _round16(size_t nbytes) noexcept nogil:
+    return (nbytes + 15) & ~<size_t>15
+
+
+cdef Account* new_account() except NULL:
+    """A new account; one per device, for the life of the process."""
+    global _accounts
+    cdef Account* account = <Account*>malloc(sizeof(Account))
+    if account == NULL:
+        raise MemoryError
+    account.live_exports = 0
+    account.export_bytes = 0
+    account.release_gate = NULL
+    account.drop_gate = NULL
+    account.gate_state = NULL
+    account.next = _accounts
+    _accounts = account
+    return account
+
+
+cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) except NULL:
+    """A block for `count` imports with `view_bytes` for their views; `end_batch` hands it over to IREE's references."""
+    global _live_batches
+    cdef size_t owners_at = _round16(sizeof(Batch))
+    cdef size_t views_at = _round16(owners_at + <size_t>count * sizeof(Owner))
+    cdef char* block = <char*>malloc(views_at + view_bytes)
+    if block == NULL:
+        raise MemoryError(f"cannot allocate {views_at + view_bytes} bytes to import {count} tensors")
+    cdef Batch* batch = <Batch*>block
+    # Counted up front and settled by end_batch, so that an import itself costs no atomic operation.
+    batch.pending = 1 + 2 * count
+    batch.account = account
+    batch.capacity = count
+    batch.owners_used = 0
+    batch.views_used = 0
+    batch.owners = <Owner*>(block + owners_at)
+    batch.views = block + views_at
+    batch.views_end = batch.views + view_bytes
+    batch.previous = NULL
+    batch.following = _live_batches
+    if _live_batches != NULL:
+        _live_batches.previous = batch
+    _live_batches = batch
+    return batch
+
+
+cdef void end_batch(Batch* batch) noexcept nogil:
+    """The builder is through: from here on only what IREE holds keeps the block. Needs the GIL."""
+    cdef int64_t unused = 2 * batch.capacity - batch.owners_used - batch.views_used
+    if im_atomic_add(&batch.pending, -1 - unused) == 0:
+        _free_batch(batch)
+
+
+cdef void _free_batch(Batch* batch) noexcept nogil:
+    """Needs the GIL, which guards the list of live batches."""
+    global _live_batches
+    if batch.previous != NULL:
+        batch.previous.following = batch.following
+    else:
+        _live_batches = batch.following
+    if batch.following != NULL:
+        batch.following.previous = batch.previous
+    free(batch)
+
+
+cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil:
+    """Memory for a buffer view that the batch itself owns, or NULL when the slab is used up.
+
+    The runtime frees a view through the host allocator words stored in the view; the
+    self-check proves that it calls exactly `FREE` on them, once.
+    """
+    cdef size_t nbytes = _round16(sizeof(im_hal_buffer_view_t) + rank * sizeof(int64_t))
+    cdef im_hal_buffer_view_t* view = <im_hal_buffer_view_t*>batch.views
+    if nbytes > <size_t>(batch.views_end - batch.views) or batch.views_used == batch.capacity:
+        return NULL
+    batch.views += nbytes
+    batch.views_used += 1
+    view.host_allocator.self = batch
+    view.host_allocator.ctl = _view_allocator_ctl
+    return view
+
+
+cdef im_status_t _view_allocator_ctl(void* self, int command, const void* params, void** inout) noexcept nogil:
+    cdef Batch* batch = <Batch*>self
+    if command != IM_ALLOCATOR_COMMAND_FREE:
+        return 12  # UNIMPLEMENTED, as a code without storage: nobody allocates through a view
+    if im_atomic_add(&batch.pending, -1) == 0:
+        if not _closing and im_holds_gil():
+            _free_batch(batch)
+        else:
+            _enqueue(&_finished, &batch.node)
+    return 0
+
+
+# ---- release -------------------------------------------------------------------------
+
+
+cdef void on_input_released(void* user_data, im_hal_buffer_t* buffer) noexcept nogil:
+    """IREE's release callback of an imported buffer: any thread, GIL or not."""
+    cdef Owner* owner = <Owner*>user_data
+    # With an exception pending, dropping a tensor could run Python code that loses or
+    # replaces it (weak references, a subclass): that waits for the drain.
+    if owner.batch.account.release_gate == NULL and not _closing and im_holds_gil() and PyErr_Occurred() == NULL:
+        drop_owner(owner)
+    else:
+        _enqueue(&_released, &owner.node)
+
+
+cdef void drop_owner(Owner* owner) noexcept nogil:
+    """Needs the GIL. Declared nogil only because taking it again would cost more than the rest."""
+    cdef PyObject* object = owner.object
+    cdef Batch* batch = owner.batch
+    owner.object = NULL
+    if im_atomic_add(&batch.pending, -1) == 0:
+        _free_batch(batch)
+    Py_DECREF(object)
+
+
+cdef void _enqueue(im_node_t** queue, im_node_t* node) noexcept nogil:
+    # One pending call per run of releases. When the interpreter's table of pending
+    # calls is full, the queue waits for the next call of this package.
+    if im_stack_push(queue, node) and not _closing:
+        Py_AddPendingCall(_pending_drain, NULL)
+
+
+cdef int _pending_drain(void* argument) noexcept:
+    if not _closing and PyErr_Occurred() == NULL:
+        _drain()
+    return 0
+
+
+cdef void _drain() noexcept:
+    """Drop what IREE let go of. Needs the GIL and no exception pending."""
+    cdef im_node_t* node = im_stack_take_all(&_released)
+    cdef im_node_t* following
+    cdef im_node_t* gated = NULL
+    cdef Account* account
+    while node != NULL:
+        following = node.next
+        if (<Owner*>node).batch.account.release_gate == NULL:
+            drop_owner(<Owner*>node)
+        else:
+            node.next = gated
+            gated = node
+        node = following
+    while gated != NULL:
+        account = (<Owner*>gated).batch.account
+        gated = _pass_gate(account, gated)
+    node = im_stack_take_all(&_finished)
+    while node != NULL:
+        following = node.next
+        _free_batch(<Batch*>node)
+        node = following
+
+
+cdef im_node_t* _pass_gate(Account* account, im_node_t* node) noexcept:
+    """Hand all owners of one account to its gate in one go; returns the others."""
+    cdef im_node_t* mine = NULL
+    cdef im_node_t* others = NULL
+    cdef im_node_t* following
+    while node != NULL:
+        following = node.next
+        if (<Owner*>node).batch.account == account:
+            node.next = mine
+            mine = node
+        else:
+            node.next = others
+            others = node
+        node = following
+    account.release_gate(account, mine)
+    return others
+
+
+# ---- results -------------------------------------------------------------------------
+
+
+cdef void begin_holding(
+    Holding* holding, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account, int64_t nbytes
+) noexcept nogil:
+    """Take a reference to `buffer` and, unless it is NULL, to `device`."""
+    im_ref_retain(buffer)
+    if device != NULL:
+        im_ref_retain(device)
+    holding.buffer = buffer
+    holding.device = device
+    holding.account = account
+    holding.nbytes = nbytes
+    im_atomic_add(&account.live_exports, 1)
+    im_atomic_add(&account.export_bytes, nbytes)
+
+
+cdef void drop_holding(Holding* holding) noexcept nogil:
+    """Whoever used the buffer is through with it, as far as the host can tell. Any thread, GIL or not."""
+    if holding.account.drop_gate != NULL:
+        holding.account.drop_gate(holding)
+    else:
+        finish_holding(holding)
+
+
+cdef void finish_holding(Holding* holding) noexcept nogil:
+    """Give the references back and free the block. Any thread, GIL or not."""
+    im_atomic_add(&holding.account.live_exports, -1)
+    im_atomic_add(&holding.account.export_bytes, -holding.nbytes)
+    im_hal_buffer_release(holding.buffer)
+    # After the buffer: its memory may belong to a pool of the device.
+    if holding.device != NULL and im_ref_drop(holding.device):
+        (<im_hal_resource_destroy_fn_t>holding.device.vtable[IM_HAL_DEVICE_SLOT_DESTROY])(holding.device)
+    free(holding)
+
+
+# ---- entry, exit, fork -----------------------------------------------------------------
+
+
+cdef int enter() except -1:
+    """Every public call starts here: refuse in a forked child, drop what was released meanwhile."""
+    if _forked:
+        raise RuntimeError(
+            "iree_marshal was used before this process was forked: IREE's threads and devices do not survive a fork. "
+            "Start the process with the 'spawn' method, or make the first call after the fork."
+        )
+    if _released != NULL or _finished != NULL:
+        _drain()
+    return 0
+
+
+cdef void _after_fork_in_child() noexcept nogil:
+    global _forked
+    _forked = True
+
+
+def _at_exit():
+    # From here on the interpreter takes itself apart: what IREE still releases is leaked.
+    global _closing
+    if not _forked:
+        _drain()
+    _closing = True
+
+
+cdef bint _watching = False
+
+
+def watch_process():
+    """Install the fork and exit handlers; called once, when the first HAL device comes to be used."""
+    global _watching
+    if _watching:
+        return
+    if pthread_atfork(NULL, NULL, _after_fork_in_child) != 0:
+        raise MemoryError("cannot install the fork handler")
+    atexit.register(_at_exit)
+    _watching = True
+
+
+def check_entry():
+    """Raise `RuntimeError` in a forked child, else drop what IREE released meanwhile."""
+    enter()
+
+
+# ---- what is alive -----------------------------------------------------------------------
+
+
+cdef void count_imports(Account* account, int64_t* live, int64_t* nbytes) noexcept:
+    """Tensors that IREE holds on one device (NULL: on all of them), and their bytes."""
+    cdef Batch* batch = _live_batches
+    cdef Py_ssize_t index
+    live[0] = 0
+    nbytes[0] = 0
+    while batch != NULL:
+        if account == NULL or batch.account == account:
+            for index in range(batch.owners_used):
+                if batch.owners[index].object != NULL:
+                    live[0] += 1
+                    nbytes[0] += batch.owners[index].nbytes
+        batch = batch.following
+
+
+def live_counts():
+    """What is alive in this process, over all devices.
+
+    Returns
+    -------
+    tuple of int
+        Tensors held by IREE, buffers held by torch or a `HalArray`, blocks of import
+        bookkeeping. All three are zero when nothing of IREE is alive.
+    """
+    cdef int64_t imports, nbytes, exports = 0, batches = 0
+    if _released != NULL or _finished != NULL:
+        _drain()
+    count_imports(NULL, &imports, &nbytes)
+    cdef Account* account = _accounts
+    while account != NULL:
+        exports += im_atomic_get(&account.live_exports)
+        account = account.next
+    cdef Batch* batch = _live_batches
+    while batch != NULL:
+        batches += 1
+        batch = batch.following
+    return imports, exports, batches

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+from libc.stdint cimport uintptr_t
+
+from iree_marshal._lifetime cimport Account
+from iree_marshal.abi.iree cimport (
+    im_hal_buffer_t,
+    im_hal_buffer_view_t,
+    im_hal_export_buffer_fn_t,
+    im_hal_import_buffer_fn_t,
+    im_hal_resource_t,
+    im_vm_list_t,
+)
+
+
+# Type words of the refs that the crossing reads and writes; 0 until `arm`.
+cdef struct RefTypes:
+    uintptr_t buffer_view
+    uintptr_t buffer
+    uintptr_t list
+
+
+cdef RefTypes ref_types
+cdef void** heap_buffer_vtable
+
+
+# A HAL device with what the crossing needs of it. Never destroyed: the native device
+# and its allocator get one reference each that is not given back.
+cdef class NativeDevice:
+    cdef readonly object hal_device    # the iree.runtime.HalDevice
+    cdef readonly object torch_device  # the torch.device whose memory it uses
+    cdef im_hal_resource_t* device
+    cdef im_hal_resource_t* allocator
+    cdef Account* account
+    cdef im_hal_import_buffer_fn_t import_buffer
+    cdef im_hal_export_buffer_fn_t export_buffer
+    cdef int torch_type                # as libtorch's shim numbers them: 0 cpu, 1 cuda
+    cdef int torch_index
+    cdef int dlpack_type
+
+
+cdef im_vm_list_t* borrow_list(object variants) except NULL
+cdef im_hal_buffer_view_t* borrow_buffer_view(object view) except NULL
+cdef im_hal_resource_t* borrow_device(object hal_device) except NULL
+cdef bint is_host_device(im_hal_resource_t* device) noexcept nogil
+cdef NativeDevice native_device_at(im_hal_resource_t* device)
+cpdef NativeDevice native_device(object hal_device)
+cpdef object new_variant_list(Py_ssize_t capacity)

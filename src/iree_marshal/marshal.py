@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""The two entry points of custom executors: tensors into a variant list, and results out of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import iree.runtime as rt
+import torch
+
+from iree_marshal import devices, paths
+
+__all__ = ["from_variant_list", "to_variant_list"]
+
+DeviceLike = torch.device | str | rt.HalDevice
+
+
+def _resolve(device: DeviceLike | None) -> tuple[rt.HalDevice | None, torch.device | None]:
+    """The HAL device and the torch device that a `device=` argument names."""
+    if device is None:
+        return None, None
+    if isinstance(device, rt.HalDevice):
+        return device, devices.torch_device_of(device)
+    if isinstance(device, (str, torch.device)):
+        hal_device = devices.hal_device(device)
+        return hal_device, devices.torch_device_of(hal_device)
+    raise TypeError(f"device: expected a torch.device, str or iree.runtime.HalDevice, got {type(device).__name__}")
+
+
+def to_variant_list(
+    values: Iterable[Any],
+    *,
+    device: DeviceLike | None = None,
+    copy: bool | None = None,
+    order: bool = True,
+    upload: bool = False,
+) -> rt.VmVariantList:
+    """Import every value of a sequence into a new variant list, tensors without a copy.
+
+    A tensor becomes a buffer view on its own memory and is kept alive until IREE lets
+    go of it. A compiled function may write into the memory of its arguments, and a
+    result may be the very buffer of an argument; ``copy=True`` protects from both.
+
+    Parameters
+    ----------
+    values : iterable
+        `torch.Tensor` (any shape; every dtype that HAL has a type for), `int` and
+        `bool` (as i64), `float` (as f64), `None` (null reference), lists and tuples
+        (nested lists), numpy arrays, objects with ``__dlpack__`` or
+        ``__cuda_array_interface__``, and `VmVariantList`, `HalBufferView`, `HalBuffer`,
+        `HalFence`, `VmRef` as they are.
+    device : torch.device, str or iree.runtime.HalDevice, optional
+        Where the tensors must be. By default the device of the first tensor.
+    copy : bool, optional
+        `None`: copy only what cannot be imported in place (non-contiguous, not aligned to
+        64 bytes, conjugate or negative views), compactly, on the tensor's own device and
+        stream. `False`: refuse it instead. `True`: copy every tensor.
+    order : bool
+        On CUDA, make IREE's stream wait for what torch's current stream has been given so
+        far. `False` leaves the order to the caller.
+    upload : bool
+        Copy CPU tensors to a CUDA `device` instead of refusing them.
+
+    Returns
+    -------
+    iree.runtime.VmVariantList
+        One entry per value, in order.
+
+    Raises
+    ------
+    TypeError
+        An element that IREE has no type for; the message names its index and class.
+    ValueError
+        A tensor that requires grad while grad mode is on, that is on another device, that
+        would need a copy under ``copy=False``, or whose memory does not hold its elements.
+    RuntimeError
+        In a process forked after the first use, or when HAL refuses a buffer. HAL statuses
+        raise the same classes as in `iree.runtime`.
+
+    Notes
+    -----
+    Atomic: when an element fails, nothing of those before it stays imported.
+
+    Examples
+    --------
+    >>> import torch, iree_marshal as im
+    >>> arguments = im.to_variant_list([torch.ones(4), 3])
+    >>> len(arguments)
+    2
+    """
+    if isinstance(values, (torch.Tensor, str, bytes, dict, set, frozenset)):
+        raise TypeError(f"values: expected a sequence of values, got one {type(values).__name__}; wrap it in a list")
+    if copy is not None and not isinstance(copy, bool):
+        raise TypeError(f"copy: expected None, True or False, got {copy!r}")
+    path = paths.active()
+    sequence = values if isinstance(values, (list, tuple)) else tuple(values)
+    hal_device, torch_device = _resolve(device)
+    return path.to_variant_list(sequence, hal_device, torch_device, copy, order, upload)
+
+
+def from_variant_list(
+    variants: rt.VmVariantList, *, as_arrays: bool = False, device: DeviceLike | None = None
+) -> list[Any]:
+    """Hand out the values of a variant list, buffer views without a copy.
+
+    Parameters
+    ----------
+    variants : iree.runtime.VmVariantList
+        For example the outputs of `VmContext.invoke`. It may be dropped at once: every
+        result keeps its own buffer, and the device, alive.
+    as_arrays : bool
+        Buffer views become `HalArray` instead of `torch.Tensor`.
+    device : torch.device, str or iree.runtime.HalDevice, optional
+        The device of buffers that do not say it themselves (host buffers of IREE do not).
+        By default the process-wide device; name the caller's own one where it may be
+        destroyed before its results are.
+
+    Returns
+    -------
+    list
+        `torch.Tensor` on the buffer's device, row-major, for buffer views (integers of HAL
+        without a sign become signed ones); `int` and `float` for scalars; `None` for null
+        references; lists for nested lists; other references as `iree.runtime` objects.
+
+    Raises
+    ------
+    TypeError
+        A buffer view whose element type torch has no dtype for; the message names its index.
+    ValueError
+        A buffer of a HAL device that `iree_marshal` does not know.
+    """
+    if not isinstance(variants, rt.VmVariantList):
+        raise TypeError(f"variants: expected an iree.runtime.VmVariantList, got {type(variants).__name__}")
+    path = paths.active()
+    hal_device, _ = _resolve(device)
+    return path.from_variant_list(variants, hal_device, as_arrays)
