@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from iree_marshal.backend.graphs import Output, Plan
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.runner import Invoke
-from iree_marshal.backend.verify import acquit, compare, fingerprint
+from iree_marshal.backend.verify import Snapshot, acquit, compare
 
 
 class FallbackWarning(RuntimeWarning):
@@ -119,18 +119,19 @@ class CompiledGraph:
         verify = self._options.verify != "never"
         inputs = [value for value in args if isinstance(value, torch.Tensor)]
         reference = self._graph_module(*args) if verify else None
-        before = [fingerprint(value) for value in inputs] if verify and not self._checked else None
+        before = Snapshot(inputs) if verify and not self._checked else None
         try:
             if self._may_alias and not self._checked:
                 self._learn_aliases(args)
             ours = self._run(args)
         except Exception as error:
             return self._give_up(args, reference, f"{self.plan.name}: its first call failed: {error}", error)
-        if before is not None:
-            changed = [place for place, value in enumerate(inputs) if fingerprint(value) != before[place]]
-            if changed:
-                # There is no way back from here: the caller's data is gone, eager would compute with what is left.
-                raise MismatchError(f"{self.plan.name}: the compiled program wrote into its tensor inputs {changed}")
+        if before is not None and (changed := before.changed()):
+            cause = f"{self.plan.name}: the compiled program wrote into its tensor inputs {changed}"
+            if not before.restore():
+                # Too large to have been copied: the caller's data is gone, and eager would compute with what is left.
+                raise MismatchError(cause)
+            return self._give_up(args, reference, cause, None)
         if reference is not None:
             found = compare(ours, reference)
             if found:
@@ -187,7 +188,7 @@ def _gatherer(plan: Plan) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return the function from a call's arguments to the program's."""
     arguments = plan.arguments
     if all(argument.source == place for place, argument in enumerate(arguments)) and not any(
-        argument.permutation or argument.item for argument in arguments
+        argument.permutation or argument.item or argument.copied for argument in arguments
     ):
         count = len(arguments)
         return lambda args: args if len(args) == count else args[:count]
@@ -195,7 +196,9 @@ def _gatherer(plan: Plan) -> Callable[[Sequence[Any]], Sequence[Any]]:
     def one(args: Sequence[Any], argument: Any) -> Any:
         value = argument.constant if argument.source is None else args[argument.source]
         if argument.permutation is not None:
-            return value.permute(argument.permutation)
+            value = value.permute(argument.permutation)
+        if argument.copied:
+            return value.clone(memory_format=torch.contiguous_format)
         return value.item() if argument.item else value
 
     return lambda args: [one(args, argument) for argument in arguments]

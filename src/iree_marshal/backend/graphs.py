@@ -9,7 +9,7 @@ that a call only moves tensors. The graph itself is left as it is: it is what ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,18 @@ from iree_marshal.backend.toolchain import CompileError
 
 # Smaller constants stay in the program, where the compiler can fold them.
 _LIFT_ELEMENTS = 16
+
+# Operators whose first operand IREE updates in place. Where that operand is an argument of the program and has no other
+# use, IREE 3.13 writes into the caller's memory (it makes its copy on write only for values that are used twice).
+_UPDATES = frozenset(
+    {
+        "_index_put_impl", "_unsafe_index_put", "as_strided_scatter", "diagonal_scatter", "index_add", "index_copy",
+        "index_fill", "index_put", "index_reduce", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce",
+        "select_scatter", "slice_scatter", "sort", "topk",
+    }
+)  # fmt: skip
+# Operators that hand on their operand's bytes as they are, without being views in torch.
+_HANDS_ON = frozenset({"_reshape_copy", "_to_copy", "_unsafe_view", "clone", "contiguous", "lift_fresh_copy", "view_copy"})
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Argument:
         Set when the tensor crosses as a permuted view.
     item : bool
         Whether a 0-d CPU tensor crosses as a number (torch keeps Python floats on the CPU, next to CUDA tensors).
+    copied : bool
+        Whether the program may overwrite the memory it gets, and so gets a copy.
     """
 
     source: int | None
@@ -46,6 +60,7 @@ class Argument:
     value: Any
     permutation: tuple[int, ...] | None = None
     item: bool = False
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,9 +201,10 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
     building.graph.output(tuple(values))
     building.graph.eliminate_dead_code()
     kept: list[Argument] = []
+    overwritten = _overwritten(building.graph)
     for node, argument in building.arguments:
         if node.users:
-            kept.append(argument)
+            kept.append(replace(argument, copied=node in overwritten))
         else:
             building.graph.erase_node(node)
     sizes = [size for argument in kept if isinstance(argument.value, torch.Tensor) for size in argument.value.shape]
@@ -265,6 +281,23 @@ def _take_constant(
     if not isinstance(fake, torch.Tensor):
         raise CompileError(f"{name}: the constant {node.target} has no traced value")
     building.env[node] = _new_placeholder(building, None, fake.contiguous(), constant=constant)
+
+
+def _overwritten(graph: Graph) -> set[Node]:
+    """Return the placeholders whose memory the compiled program may update in place."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _UPDATES:
+            operand = node.args[0]
+            while isinstance(operand, Node) and isinstance(operand.target, torch._ops.OpOverload):
+                schema = operand.target._schema
+                aliased = any(result.alias_info is not None for result in schema.returns)
+                if not aliased and schema.name.split("::")[1] not in _HANDS_ON:
+                    break
+                operand = operand.args[0]
+            if isinstance(operand, Node) and operand.op == "placeholder":
+                found.add(operand)
+    return found
 
 
 def _viewed(node: Node) -> Node:

@@ -21,6 +21,8 @@ _HALF = 2e-2
 # Half a step between neighbours, relative to the larger of them: results that round to either side are both right.
 _FLOAT8 = {1: 0.5, 2: 0.25, 3: 0.125}
 _ARBITER_FACTOR = 3.0
+# More than this is not copied for the first call, only summed up.
+_SNAPSHOT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,47 @@ def acquit(
     return remaining
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a number that changes when the tensor's bytes do, in all likelihood. Used on inputs around a first call."""
-    if tensor.numel() == 0:
-        return 0
-    plain = tensor.detach()
-    # int64 sums of bytes wrap around, which is as good for this as any hash. Gaps in memory are not ours to look at.
-    flat = plain.contiguous().view(-1).view(torch.uint8)
-    whole = flat[: flat.numel() // 8 * 8].clone() if flat.data_ptr() % 8 else flat[: flat.numel() // 8 * 8]
-    return int(whole.view(torch.int64).sum()) * 31 + int(flat[flat.numel() // 8 * 8 :].sum())
+def _fingerprint(tensor: torch.Tensor) -> int:
+    """Return a number that changes, in all likelihood, when the tensor's bytes do."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat[: flat.numel() // 8 * 8].clone().view(torch.int64)
+    # Sums of int64 wrap around. The weights tell elements that changed places apart.
+    weights = torch.arange(1, whole.numel() + 1, device=whole.device)
+    return int((whole * weights).sum()) * 31 + int(flat[whole.numel() * 8 :].sum())
+
+
+class Snapshot:
+    """What the tensors of a call looked like before it, to find a program that writes into its inputs, and to undo it.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        Copied where all of them together are small enough, else only summed up.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SNAPSHOT_BYTES
+        self._copies = [tensor.detach().clone() for tensor in tensors] if whole else None
+        self._sums = None if whole else [_fingerprint(tensor) for tensor in tensors]
+
+    def changed(self) -> list[int]:
+        """Return the places of the tensors that are not what they were."""
+        if self._copies is None:
+            sums = self._sums or []
+            return [place for place, tensor in enumerate(self._tensors) if _fingerprint(tensor) != sums[place]]
+        return [place for place, copy in enumerate(self._copies) if not _same_bytes(copy, self._tensors[place])]
+
+    def restore(self) -> bool:
+        """Bring the tensors back to what they were; say whether that was possible."""
+        if self._copies is None:
+            return False
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            # Through .data: putting old values back is no change that autograd has to hear of.
+            tensor.data.copy_(copy)
+        return True
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    flat = [value.detach().contiguous().view(-1).view(torch.uint8) for value in (left, right)]
+    return torch.equal(*flat)
