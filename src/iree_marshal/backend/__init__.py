@@ -20,7 +20,7 @@ from iree_marshal.backend.compiled import FallbackWarning, MismatchError
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.toolchain import CompileError, MissingCompilerError
 
-__all__ = ["CompileError", "FallbackWarning", "MismatchError", "MissingCompilerError", "Options", "iree_marshal"]
+__all__ = ["CompileError", "FallbackWarning", "MismatchError", "MissingCompilerError", "Options", "iree_marshal", "register"]
 
 
 def iree_marshal(
@@ -78,3 +78,19 @@ def iree_marshal(
     )
     compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     return compiled
+
+
+def register() -> str:
+    """Make the name known to torch in a process where the package runs from its sources, without its entry point.
+
+    Returns
+    -------
+    str
+        The name, ``"iree_marshal"``.
+    """
+    import torch._dynamo
+
+    name = "iree_marshal"
+    if name not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(iree_marshal, name=name)
+    return name

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from iree_marshal.backend.layouts import ResultLayout, inverse, result_layout, storage_order
 from iree_marshal.backend.symbols import Evaluate, Expressions
 from iree_marshal.backend.toolchain import CompileError
+from iree_marshal.backend.unsigned import Widening
 
 # Smaller constants stay in the program, where the compiler can fold them.
 _LIFT_ELEMENTS = 16
@@ -187,9 +188,10 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
     for node in nodes:
         if node.op == "get_attr":
             _take_constant(building, node, graph_module, device, name)
+    widening = Widening(building.graph, building.env)
     for node in nodes:
         if node.op == "call_function":
-            building.env[node] = building.graph.node_copy(node, lambda used: building.env[used])
+            widening.copy(node)
         elif node.op not in ("placeholder", "get_attr", "output"):
             raise CompileError(f"{name}: the graph has a {node.op} node ({node.name})")
     (output,) = (node for node in nodes if node.op == "output")

@@ -195,12 +195,13 @@ def compile_program(program: str, flags: Sequence[str], name: str) -> bytes:
         The compiler refused the program or crashed; carries its exit status and first diagnostics.
     """
     with tempfile.TemporaryDirectory(prefix="iree_marshal-") as folder:
-        source, target = Path(folder, "program.mlir"), Path(folder, "program.vmfb")
-        source.write_text(program, encoding="utf-8")
-        command = [str(compiler_path()), str(source), "-o", str(target), *flags]
+        target = Path(folder, "program.vmfb")
+        command = [str(compiler_path()), "-", "-o", str(target), *flags]
         log.debug("%s: %s", name, " ".join(command))
         with Progress(f"compiling {name}"):
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+            done = subprocess.run(
+                command, input=program, capture_output=True, encoding="utf-8", errors="replace", check=False
+            )
             if done.returncode != 0 or not target.exists():
                 raise CompileError(_failure(name, done.returncode, done.stderr))
         if done.stderr.strip():
