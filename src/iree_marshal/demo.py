@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = compile_program(model, image)
         error = relative_error(call(program), eager)
         verdict = "right" if error <= _ALLOWED_ERROR else "WRONG"
-        say(f"{verdict}: largest error against eager {error:.2e}, relative to the largest value (allowed {_ALLOWED_ERROR:g})")
+        say(f"{verdict}: largest error against eager {error:.2e} of the largest value (allowed {_ALLOWED_ERROR:g})")
         show_crossing(program, chosen.rounds)
     return 0 if error <= _ALLOWED_ERROR else 1
 

@@ -20,7 +20,15 @@ from iree_marshal.backend.compiled import FallbackWarning, MismatchError
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.toolchain import CompileError, MissingCompilerError
 
-__all__ = ["CompileError", "FallbackWarning", "MismatchError", "MissingCompilerError", "Options", "iree_marshal", "register"]
+__all__ = [
+    "CompileError",
+    "FallbackWarning",
+    "MismatchError",
+    "MissingCompilerError",
+    "Options",
+    "iree_marshal",
+    "register",
+]
 
 
 def iree_marshal(
@@ -59,6 +67,7 @@ def iree_marshal(
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from iree_marshal.backend.decompositions import table
     from iree_marshal.backend.pipeline import compiler_for
@@ -76,7 +85,10 @@ def iree_marshal(
         partition_fn=min_cut_rematerialization_partition,
         decompositions=table(),
     )
-    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    # The fused attention kernels that torch would pick have no counterpart in IREE's importer, nor a decomposition of
+    # their backward; traced with the plain one, attention is matrix products and a softmax.
+    with sdpa_kernel(SDPBackend.MATH):
+        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     return compiled
 
 

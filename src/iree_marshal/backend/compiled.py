@@ -62,9 +62,7 @@ class CompiledGraph:
         When to compare and whether to fall back.
     """
 
-    def __init__(
-        self, graph_module: GraphModule, plan: Plan, invoke: Invoke, storage: bool, options: Options
-    ) -> None:
+    def __init__(self, graph_module: GraphModule, plan: Plan, invoke: Invoke, storage: bool, options: Options) -> None:
         self._boxed_call = True
         self.plan = plan
         self._graph_module = graph_module

@@ -33,7 +33,9 @@ _UPDATES = frozenset(
     }
 )  # fmt: skip
 # Operators that hand on their operand's bytes as they are, without being views in torch.
-_HANDS_ON = frozenset({"_reshape_copy", "_to_copy", "_unsafe_view", "clone", "contiguous", "lift_fresh_copy", "view_copy"})
+_HANDS_ON = frozenset(
+    {"_reshape_copy", "_to_copy", "_unsafe_view", "clone", "contiguous", "lift_fresh_copy", "view_copy"}
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def is_random(graph_module: GraphModule) -> bool:
 
 def mutated(graph_module: GraphModule) -> Node | None:
     """Return the first node that writes into one of its arguments, or ``None``; AOTAutograd leaves none by default."""
-    for node in graph_module.graph.nodes:
+    nodes: list[Node] = list(graph_module.graph.nodes)
+    for node in nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             return node
     return None
@@ -196,8 +199,9 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
             raise CompileError(f"{name}: the graph has a {node.op} node ({node.name})")
     (output,) = (node for node in nodes if node.op == "output")
     expressions = Expressions([node.meta.get("val") for node in placeholders])
+    returned: Any = output.args[0]
     try:
-        outputs, results, values = _plan_outputs(building, list(output.args[0]), expressions)
+        outputs, results, values = _plan_outputs(building, list(returned), expressions)
     except LookupError as error:
         raise CompileError(f"{name}: {error}") from error
     building.graph.output(tuple(values))
@@ -269,9 +273,7 @@ def _take_number_tensor(building: _Building, node: Node, index: int, value: torc
     building.env[node] = full
 
 
-def _take_constant(
-    building: _Building, node: Node, graph_module: GraphModule, device: torch.device, name: str
-) -> None:
+def _take_constant(building: _Building, node: Node, graph_module: GraphModule, device: torch.device, name: str) -> None:
     value: Any = graph_module
     for part in str(node.target).split("."):
         value = getattr(value, part)

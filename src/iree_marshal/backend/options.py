@@ -56,7 +56,8 @@ class Options:
                 raise ValueError(f"iree_marshal backend: unknown option {name!r}{advice}")
         verify = values.get("verify", "first")
         if verify not in _VERIFY:
-            raise ValueError(f"iree_marshal backend: option 'verify' must be one of {', '.join(_VERIFY)}, got {verify!r}")
+            known_values = ", ".join(_VERIFY)
+            raise ValueError(f"iree_marshal backend: option 'verify' must be one of {known_values}, got {verify!r}")
         for name in ("fallback", "storage", "cache"):
             value = values.get(name)
             if name in values and not isinstance(value, bool) and not (name == "storage" and value is None):

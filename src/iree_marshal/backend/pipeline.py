@@ -39,7 +39,9 @@ def name_of(graph_module: GraphModule, kind: str) -> str:
     """Return a name a user can find again: number, kind, size and the last source line of the traced code."""
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     places = [
-        match for node in calls for match in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        match
+        for node in calls
+        for match in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     ]
     where = f", {Path(places[0][0]).name}:{places[0][1]}" if places else ""
     return f"graph {next(_numbers)} ({kind}, {len(calls)} operators{where})"

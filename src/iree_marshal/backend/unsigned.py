@@ -75,7 +75,7 @@ class Widening:
         operand: Callable[[Node], Node] = self._operand if computes else self._env.__getitem__
         copied = self._graph.node_copy(node, operand)
         self._env[node] = copied
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if node.target is operator.getitem and node.args[0] in self._several and _is_unsigned(value):
             self._narrow(node, copied, value)
         elif computes and node.kwargs.get("dtype") is None:
