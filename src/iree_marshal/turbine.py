@@ -174,7 +174,7 @@ def _make_device(torch_device: torch.device) -> Any:
     device = module.Device(device_state=state)
     # Our import makes IREE's stream wait for torch's; turbine's interop would block the host for the same.
     device._device_interop = module._NullSemaphoreInterop(True)
-    flags = _FLAGS
+    flags: tuple[str, ...] = _FLAGS
     if driver == "cuda":
         from iree_marshal.backend.toolchain import cuda_target
 
@@ -206,7 +206,8 @@ def updated_arguments(program: str) -> frozenset[int]:
     frozenset of int
         Places of the arguments that reach the first operand of an updating operator through views and copies.
     """
-    origin = dict(match.groups() for match in map(_HANDS_ON.search, program.splitlines()) if match)
+    matches = (_HANDS_ON.search(line) for line in program.splitlines())
+    origin: dict[str, str] = {match[1]: match[2] for match in matches if match}
     found = set()
     for operand in _UPDATE.findall(program):
         while operand in origin:
@@ -249,7 +250,7 @@ def _launch(self: Any, *args: Any, device: Any = None, outputs: Sequence[torch.T
         raise RuntimeError(f"Cannot invoke Launchable {self} without any Tensor args or an explicit device=")
     turbine_device = launch.get_device_from_torch(torch_device)
     context, function = self._resolve_target_binary(turbine_device)
-    updated = getattr(self, "_iree_marshal_updated", frozenset())
+    updated: frozenset[int] = getattr(self, "_iree_marshal_updated", frozenset())
     values = [value.clone() if place in updated else value for place, value in enumerate(args)]
     copy = _active[-1].copy if _active else None
     # Turbine launches tensors that require grad as what they are; so do we.

@@ -72,7 +72,7 @@ class CompiledGraph:
         self._lock = threading.Lock()
         self._checked = options.verify == "never" and storage
         # Only results that IREE allocates can turn out to be an argument's memory or each other's.
-        self._may_alias = not storage
+        self._storage = storage
         self._copied: tuple[int, ...] = ()
         self._gather = _gatherer(plan)
 
@@ -94,10 +94,24 @@ class CompiledGraph:
     def _run(self, args: list[Any]) -> list[Any]:
         plan = self.plan
         sizes = () if plan.evaluate is None else plan.evaluate(args)
-        tensors = list(self._invoke(self._gather(args)))
+        tensors = list(self._invoke(self._gather(args), self._allocate(sizes)))
         for place in self._copied:
             tensors[place] = tensors[place].clone()
         return self._finish(args, tensors, sizes)
+
+    def _allocate(self, sizes: Sequence[Any]) -> list[torch.Tensor] | None:
+        """Return memory for the results of one call, where the program wants it from its caller."""
+        if not self._storage:
+            return None
+        device = self.plan.device
+        return [
+            torch.empty(
+                result.shape if result.shape_slots is None else [sizes[slot] for slot in result.shape_slots],
+                dtype=result.dtype,
+                device=device,
+            )
+            for result in self.plan.results
+        ]
 
     def _finish(self, args: Sequence[Any], tensors: list[torch.Tensor], sizes: Sequence[Any]) -> list[Any]:
         for place, result in enumerate(self.plan.results):
@@ -119,7 +133,7 @@ class CompiledGraph:
         reference = self._graph_module(*args) if verify else None
         before = Snapshot(inputs) if verify and not self._checked else None
         try:
-            if self._may_alias and not self._checked:
+            if not self._storage and not self._checked:
                 self._learn_aliases(args)
             ours = self._run(args)
         except Exception as error:
@@ -162,7 +176,7 @@ class CompiledGraph:
         # Results of one call share one allocation at different offsets, so the address itself has to be compared.
         addresses = {value.data_ptr() for value in gathered if isinstance(value, torch.Tensor)} | seen
         copied = []
-        for place, tensor in enumerate(self._invoke(gathered)):
+        for place, tensor in enumerate(self._invoke(gathered, None)):
             if tensor.numel() and tensor.data_ptr() in addresses:
                 copied.append(place)
             addresses.add(tensor.data_ptr())

@@ -68,10 +68,25 @@ class Argument:
 
 @dataclass(frozen=True)
 class Result:
-    """One tensor that the program computes: its dtype, and how it gets eager's strides."""
+    """One tensor that the program computes.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        As torch traced it.
+    shape : tuple of int or SymInt
+        As the program returns it: row-major in storage order.
+    shape_slots : tuple of int or None
+        Slots of :attr:`shape` where it is known only at the call.
+    layout : ResultLayout
+        How it gets eager's strides.
+    slots : tuple of int or None
+        Slots of eager's sizes and strides; ``None`` where nothing has to be done.
+    """
 
     dtype: torch.dtype
     shape: tuple[Any, ...]
+    shape_slots: tuple[int, ...] | None
     layout: ResultLayout
     slots: tuple[int, ...] | None
 
@@ -394,4 +409,6 @@ def _plan_result(building: _Building, node: Node, expressions: Expressions) -> t
     slots = None
     if not layout.exact:
         slots = tuple(expressions.add(size) for size in (*layout.sizes, *layout.strides))
-    return Result(value.dtype, tuple(fake.shape), layout, slots), inner
+    shape = tuple(fake.shape)
+    shape_slots = None if expressions.is_static(shape) else tuple(map(expressions.add, shape))
+    return Result(value.dtype, shape, shape_slots, layout, slots), inner

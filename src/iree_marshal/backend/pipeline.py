@@ -36,14 +36,12 @@ _STORAGE_RESULTS = 32
 
 
 def name_of(graph_module: GraphModule, kind: str) -> str:
-    """Return a name a user can find again: number, kind, size and the last source line of the traced code."""
+    """Return a name a user can find again: number, kind, size, and the source line of the first operator."""
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-    places = [
-        match
-        for node in calls
-        for match in re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    ]
-    where = f", {Path(places[0][0]).name}:{places[0][1]}" if places else ""
+    traces = (re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "") for node in calls)
+    # Of a stack's frames the last one is the user's; those before it are wrappers around the model's forward.
+    place = next((trace[-1] for trace in traces if trace), None)
+    where = f", {Path(place[0]).name}:{place[1]}" if place else ""
     return f"graph {next(_numbers)} ({kind}, {len(calls)} operators{where})"
 
 

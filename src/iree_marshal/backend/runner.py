@@ -11,7 +11,8 @@ import torch
 
 import iree_marshal
 
-Invoke = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
+# Arguments, and the tensors that receive the results where the program writes into storage arguments.
+Invoke = Callable[[Sequence[Any], Sequence[torch.Tensor] | None], Sequence[torch.Tensor]]
 
 
 def load(module: bytes, function: str, device: torch.device, signature: str) -> Invoke:
@@ -41,9 +42,11 @@ def load(module: bytes, function: str, device: torch.device, signature: str) -> 
     context = runtime.VmContext(instance, [hal, program])
     entry = program.lookup_function(function)
 
-    def invoke(arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def invoke(arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
         results = runtime.VmVariantList(8)
-        context.invoke(entry, iree_marshal.to_variant_list(arguments, device=device), results)
-        return iree_marshal.from_variant_list(results)
+        passed = arguments if storage is None else [*arguments, *storage]
+        context.invoke(entry, iree_marshal.to_variant_list(passed, device=device), results)
+        returned: Sequence[torch.Tensor] = iree_marshal.from_variant_list(results)
+        return returned if storage is None else storage
 
     return invoke
