@@ -73,7 +73,7 @@ def test_no_result_may_share_memory_with_an_input_or_another_result() -> None:
     """The compiler folds clone(x) to x and equal results to one buffer; the caller may write into either."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.clone(), x + 1, x + 1, x.clone()
+        return x.clone(), x + 1, x + 1, x.clone(), x[1:3].clone(), x.view(-1)[64:].clone()
 
     x = torch.randn(4, 64)
     for storage in (False, True):

@@ -172,15 +172,24 @@ class CompiledGraph:
         into either. Which ones is decided when the program is compiled, so one look is enough.
         """
         gathered = self._gather(args)
-        seen = {value.untyped_storage().data_ptr() for value in gathered if isinstance(value, torch.Tensor)}
-        # Results of one call share one allocation at different offsets, so the address itself has to be compared.
-        addresses = {value.data_ptr() for value in gathered if isinstance(value, torch.Tensor)} | seen
+        taken = [_extent(value) for value in gathered if isinstance(value, torch.Tensor)]
         copied = []
         for place, tensor in enumerate(self._invoke(gathered, None)):
-            if tensor.numel() and tensor.data_ptr() in addresses:
+            # Results of one call are parts of one allocation, and a result may be part of an argument: bytes count.
+            start, end = _extent(tensor)
+            if any(start < other_end and other_start < end for other_start, other_end in taken):
                 copied.append(place)
-            addresses.add(tensor.data_ptr())
+            taken.append((start, end))
         self._copied = tuple(copied)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last; equal for an empty one."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _output(output: Output, args: Sequence[Any], tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Any:
