@@ -160,3 +160,25 @@ def test_distributed_data_parallel_around_a_compiled_model(tmp_path: Path) -> No
             torch.testing.assert_close(mine.grad, theirs.grad)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),
+        nn.Sequential(nn.ZeroPad2d((1, 0, 2, -1)), nn.Conv2d(4, 4, 3, groups=4)),
+    ],
+    ids=["transposed", "grouped", "padded"],
+)
+def test_gradients_that_need_a_decomposition_of_ours(layers: nn.Module, graphs: Graphs) -> None:
+    run = compile_(layers)
+    ours, eager = (torch.randn(2, 4, 5, 6, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    eager_layers = copy.deepcopy(layers)
+    for x, call in ((ours.requires_grad_(), run), (eager.requires_grad_(), eager_layers)):
+        call(x).sin().sum().backward()
+    torch.testing.assert_close(ours.grad, eager.grad)
+    for mine, theirs in zip(layers.parameters(), eager_layers.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert len(graphs.compiled) == 2
+    assert not graphs.eager

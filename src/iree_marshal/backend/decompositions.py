@@ -53,6 +53,54 @@ def _beyond_core() -> list[Any]:
     ]
 
 
+def _constant_pad_nd(x: torch.Tensor, pad: list[int], value: float = 0) -> Any:
+    """Cut where padding is negative (the backward of padding): IREE takes it for a slice that starts before zero."""
+    if all(amount >= 0 for amount in pad):
+        return NotImplemented
+    for place in range(len(pad) // 2):
+        dim = x.dim() - 1 - place
+        before, after = min(pad[2 * place], 0), min(pad[2 * place + 1], 0)
+        if before or after:
+            x = x.narrow(dim, -before, x.shape[dim] + before + after)
+    rest = [max(amount, 0) for amount in pad]
+    return torch.ops.aten.constant_pad_nd.default(x, rest, value) if any(rest) else x.clone()
+
+
+def _convolution_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> Any:
+    """Take apart the backward of a transposed convolution, which IREE has no lowering for.
+
+    A transposed convolution is the gradient of a plain one. So its gradient by the input is that plain convolution, and its
+    gradient by the weight is the plain one's, with input and output gradient in each other's place.
+    """
+    if not transposed:
+        return NotImplemented
+    aten = torch.ops.aten
+    by_input = by_weight = by_bias = None
+    if output_mask[0]:
+        by_input = aten.convolution.default(
+            gradient, weight, None, stride, padding, dilation, False, [0] * len(stride), groups
+        )
+    if output_mask[1]:
+        by_weight = aten.convolution_backward.default(
+            x, gradient, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
+        )[1]
+    if output_mask[2]:
+        by_bias = gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
+    return by_input, by_weight, by_bias
+
+
 @functools.cache
 def table() -> Table:
     """Return the table, operator overload to Python decomposition, made once per process.
@@ -66,4 +114,6 @@ def table() -> Table:
 
     union: Table = dict(core_aten_decompositions())
     union.update(get_decompositions(_beyond_core()))
+    union[torch.ops.aten.constant_pad_nd.default] = _constant_pad_nd
+    union[torch.ops.aten.convolution_backward.default] = _convolution_backward
     return union

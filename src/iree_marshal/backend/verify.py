@@ -21,6 +21,13 @@ _HALF = 2e-2
 # Half a step between neighbours, relative to the larger of them: results that round to either side are both right.
 _FLOAT8 = {1: 0.5, 2: 0.25, 3: 0.125}
 _ARBITER_FACTOR = 3.0
+# Operators that add up products of their operands: their rounding goes by what they add, not by what is left of it.
+_SUMS = frozenset(
+    {
+        "_adaptive_avg_pool2d", "addmm", "avg_pool2d", "baddbmm", "bmm", "convolution", "convolution_backward", "cumsum",
+        "mean", "mm", "sum", "var_mean",
+    }
+)  # fmt: skip
 # More than this is not copied for the first call, only summed up.
 _SNAPSHOT_BYTES = 2**30
 
@@ -129,7 +136,8 @@ class _InDouble(Interpreter):
         The graph.
     noise : torch.Generator, optional
         When given, every intermediate value is moved by one unit in the last place of the dtype it really has, up or down
-        at random: what the rounding of any other order of the same operations may do.
+        at random; sums by one unit of the sum of their terms' magnitudes. That is what another order of the same operations
+        may do to it.
     """
 
     def __init__(self, graph: GraphModule, noise: torch.Generator | None = None) -> None:
@@ -141,16 +149,31 @@ class _InDouble(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = _doubled(super().run_node(n))
-        real = n.meta.get("val")
-        if self._noise is None or n.op != "call_function" or not isinstance(value, torch.Tensor):
+        if self._noise is None or n.op != "call_function":
             return value
-        if not value.is_floating_point() or not isinstance(real, torch.Tensor) or not real.dtype.is_floating_point:
+        magnitude = value
+        if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.name.split("::")[1] in _SUMS:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            magnitude = self.call_function(n.target, map_aggregate(args, _absolute), map_aggregate(kwargs, _absolute))
+        real = n.meta.get("val")
+        if isinstance(value, (tuple, list)) and isinstance(real, (tuple, list)):
+            return type(value)(map(self._moved, value, magnitude, real))
+        return self._moved(value, magnitude, real)
+
+    def _moved(self, value: Any, magnitude: Any, real: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not isinstance(real, torch.Tensor):
+            return value
+        if self._noise is None or not value.is_floating_point() or not real.dtype.is_floating_point:
             return value
         signs = torch.randint(0, 2, value.shape, generator=self._noise, device=self._noise.device).to(value.device)
-        return value * (1 + torch.finfo(real.dtype).eps * (2.0 * signs - 1))
+        return value + torch.finfo(real.dtype).eps * magnitude.abs() * (2.0 * signs - 1)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(target, map_aggregate(args, _doubled), map_aggregate(kwargs, _doubled))
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _doubled(value: Any) -> Any:
