@@ -168,8 +168,10 @@ def test_distributed_data_parallel_around_a_compiled_model(tmp_path: Path) -> No
         nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
         nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),
         nn.Sequential(nn.ZeroPad2d((1, 0, 2, -1)), nn.Conv2d(4, 4, 3, groups=4)),
+        nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(4, 4, 1)),
+        nn.Sequential(nn.AvgPool2d((3, 2), stride=(2, 3), padding=(1, 0)), nn.Conv2d(4, 4, 1)),
     ],
-    ids=["transposed", "grouped", "padded"],
+    ids=["transposed", "grouped", "padded", "averaged", "averaged_over_edges"],
 )
 def test_gradients_that_need_a_decomposition_of_ours(layers: nn.Module, graphs: Graphs) -> None:
     run = compile_(layers)

@@ -101,6 +101,39 @@ def _convolution_backward(
     return by_input, by_weight, by_bias
 
 
+def _avg_pool2d_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Spread the gradient over each window, as a transposed convolution with ones: IREE has no lowering for the operator."""
+    kernel = list(kernel_size) * (2 // len(kernel_size))
+    steps = list(stride or kernel_size) * (2 // len(stride or kernel_size))
+    edges = list(padding) * (2 // len(padding))
+    windows_differ = ceil_mode or (any(edges) and not count_include_pad and not divisor_override)
+    if windows_differ or x.dim() != 4 or not all(isinstance(size, int) for size in x.shape):
+        return NotImplemented
+    divisor = divisor_override or kernel[0] * kernel[1]
+    # What a row of windows does not reach at the far edge.
+    missed = [
+        x.shape[2 + dim] - ((gradient.shape[2 + dim] - 1) * steps[dim] - 2 * edges[dim] + kernel[dim])
+        for dim in range(2)
+    ]
+    reach = [0 if 0 <= amount < step else amount for amount, step in zip(missed, steps, strict=True)]
+    if any(reach):
+        return NotImplemented
+    # Channels go into the batch: IREE's lowering of transposed convolutions with as many groups as channels is broken.
+    ones = torch.ones((1, 1, *kernel), dtype=gradient.dtype, device=gradient.device)
+    planes = (gradient / divisor).reshape(-1, 1, *gradient.shape[2:])
+    spread = torch.ops.aten.convolution.default(planes, ones, None, steps, edges, [1, 1], True, missed, 1)
+    return spread.reshape(x.shape)
+
+
 @functools.cache
 def table() -> Table:
     """Return the table, operator overload to Python decomposition, made once per process.
@@ -116,4 +149,5 @@ def table() -> Table:
     union.update(get_decompositions(_beyond_core()))
     union[torch.ops.aten.constant_pad_nd.default] = _constant_pad_nd
     union[torch.ops.aten.convolution_backward.default] = _convolution_backward
+    union[torch.ops.aten.avg_pool2d_backward.default] = _avg_pool2d_backward
     return union
