@@ -141,7 +141,7 @@ cdef class Export:
     cdef object torch_device
 
     cdef int locate(self, im_hal_buffer_t* allocation, tuple path, Py_ssize_t index) except -1:
-        """Find the device and the base address of an allocation."""
+        """Find the device and the base address of an allocation; 1 when only a copy can hand it out."""
         cdef im_hal_resource_t* device = allocation.placement_device
         cdef im_hal_resource_t* allocator
         cdef im_hal_export_buffer_fn_t export_buffer
@@ -162,32 +162,34 @@ cdef class Export:
         elif self.known is None or self.known.device != device:
             self.known = native_device_at(device)
         if self.known is not None:
-            allocator = self.known.allocator
-            export_buffer = self.known.export_buffer
             self.account = self.known.account
             self.dlpack_type = self.known.dlpack_type
             self.device_index = max(self.known.torch_index, 0)
             self.torch_device = self.known.torch_device
+            try:
+                if self.known.locate(self.known, allocation, &self.base) != 0:
+                    return 1
+            except Exception as error:
+                raise type(error)(f"{where(path + (index,))}: {error}") from None
         elif is_host_device(device):
             # A device of the caller's own that was never handed to us: it must outlive its results.
             self.transient = device
-            allocator = (<im_hal_device_allocator_fn_t>device.vtable[IM_HAL_DEVICE_SLOT_DEVICE_ALLOCATOR])(device)
-            export_buffer = <im_hal_export_buffer_fn_t>allocator.vtable[IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER]
             self.account = transient_account()
             self.dlpack_type = IM_DL_CPU
             self.device_index = 0
             self.torch_device = torch.device("cpu")
+            allocator = (<im_hal_device_allocator_fn_t>device.vtable[IM_HAL_DEVICE_SLOT_DEVICE_ALLOCATOR])(device)
+            export_buffer = <im_hal_export_buffer_fn_t>allocator.vtable[IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER]
+            external.handle = 0
+            status = export_buffer(allocator, allocation, IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION, 0, &external)
+            if status != 0:
+                raise_status(status, f"{where(path + (index,))}: cannot export the buffer")
+            self.base = <char*>external.handle
         else:
             raise ValueError(
                 f"{where(path + (index,))}: the buffer belongs to a HAL device that iree_marshal does not know; "
                 "name it with iree_marshal.register_device(hal_device, torch_device)"
             )
-        external.handle = 0
-        external.size = 0
-        status = export_buffer(allocator, allocation, IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION, 0, &external)
-        if status != 0:
-            raise_status(status, f"{where(path + (index,))}: cannot export the buffer")
-        self.base = <char*>external.handle
         self.allocation = allocation
         return 0
 

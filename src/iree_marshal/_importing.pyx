@@ -36,7 +36,7 @@ from iree_marshal.abi.iree cimport (
     IM_HAL_BUFFER_USAGE_DEFAULT,
     IM_HAL_ENCODING_DENSE_ROW_MAJOR,
     IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION,
-    IM_HAL_MEMORY_ACCESS_READ_WRITE,
+    IM_HAL_MEMORY_ACCESS_ALL,
     IM_HAL_MEMORY_TYPE_DEVICE_LOCAL,
     IM_HAL_QUEUE_AFFINITY_ANY,
     im_hal_buffer_params_t,
@@ -66,7 +66,7 @@ cdef enum:
 # mapping usage: on CUDA it would ask for host-visible memory.
 cdef im_hal_buffer_params_t _params
 _params.usage = IM_HAL_BUFFER_USAGE_DEFAULT
-_params.access = IM_HAL_MEMORY_ACCESS_READ_WRITE
+_params.access = IM_HAL_MEMORY_ACCESS_ALL
 _params.type = IM_HAL_MEMORY_TYPE_DEVICE_LOCAL
 _params.queue_affinity = IM_HAL_QUEUE_AFFINITY_ANY
 _params.min_alignment = 0
@@ -254,4 +254,8 @@ def to_variant_list(values, hal_device, torch_device, copy, bint order, bint upl
     if hal_device is not None:
         call.device = native_device(hal_device)
         call.torch_device = torch_device
-    return call.convert(values, ())
+    variants = call.convert(values, ())
+    # After the copies that some tensors needed: they run on torch's stream as well.
+    if order and call.device is not None and call.device.order != NULL:
+        call.device.order(call.device)
+    return variants

@@ -6,6 +6,19 @@ from iree_marshal.abi.interpreter cimport im_node_t
 from iree_marshal.abi.iree cimport im_hal_buffer_t, im_hal_buffer_view_t, im_hal_resource_t
 
 
+# A device whose work runs behind the host adds these to its account; all are NULL on
+# a host device, where memory may be reused the moment it is let go of.
+#
+# ReleaseGate takes over owners that IREE let go of (linked through their nodes) and
+# drops each with drop_owner, now or once the device is through. Called with the GIL.
+ctypedef void (*ReleaseGate)(Account* account, im_node_t* owners) noexcept
+# DropGate takes over a holding that torch dropped and lets it go with finish_holding
+# once that is safe. Any thread, GIL or not.
+ctypedef void (*DropGate)(Holding* holding) noexcept nogil
+# SettleGate lets go of what has become safe meanwhile. Called with the GIL.
+ctypedef void (*SettleGate)(Account* account) noexcept
+
+
 # One imported tensor. IREE's release callback carries its address.
 cdef struct Owner:
     im_node_t node        # first: link of the release queue
@@ -31,11 +44,6 @@ cdef struct Batch:
     char* views_end
 
 
-# Takes over owners that IREE let go of (linked through their nodes) and drops each
-# of them with drop_owner, now or when the device is through. Called with the GIL.
-ctypedef void (*ReleaseGate)(Account* account, im_node_t* owners) noexcept
-
-
 # One buffer of IREE that torch or a HalArray holds; heads the block of memory that
 # describes it, so that letting go frees the block too.
 cdef struct Holding:
@@ -44,26 +52,23 @@ cdef struct Holding:
     im_hal_resource_t* device   # one reference; NULL where the device is never destroyed anyway
     Account* account            # borrowed: accounts are never freed
     int64_t nbytes
-
-
-# Takes over a holding on a device whose work runs behind the host, and lets it go with
-# finish_holding once that is safe. Any thread, GIL or not.
-ctypedef void (*DropGate)(Holding* holding) noexcept nogil
+    void* stream                # for the drop gate: the stream that the dropping thread used
 
 
 # What IREE and torch hold of each other on one device. Never freed.
 cdef struct Account:
     int64_t live_exports
     int64_t export_bytes
-    # NULL where a tensor may be dropped the moment IREE lets go of it (a host device).
     ReleaseGate release_gate
-    # NULL where IREE may reuse a result's memory the moment torch drops it (a host device).
     DropGate drop_gate
+    SettleGate settle_gate
     void* gate_state
     Account* next
 
 
 cdef Account* new_account() except NULL
+cdef void request_drain() noexcept nogil
+cdef void install_gates(Account* account, ReleaseGate release, DropGate drop, SettleGate settle, void* state) noexcept
 cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) except NULL
 cdef void end_batch(Batch* batch) noexcept nogil
 cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil

@@ -44,12 +44,14 @@ cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropp
 cdef im_node_t* _finished = NULL   # batches whose last view was freed without the GIL
 cdef Batch* _live_batches = NULL   # guarded by the GIL
 cdef Account* _accounts = NULL     # guarded by the GIL
+cdef bint _gated = False           # some device's work runs behind the host
 cdef bint _closing = False
 cdef bint _forked = False
 
 
 cdef bint is_closing() noexcept nogil:
-    return _closing
+    """Nothing may wait for a device any more: the interpreter shuts down, or this is a forked child."""
+    return _closing or _forked
 
 
 # ---- batches -------------------------------------------------------------------------
@@ -69,10 +71,21 @@ cdef Account* new_account() except NULL:
     account.export_bytes = 0
     account.release_gate = NULL
     account.drop_gate = NULL
+    account.settle_gate = NULL
     account.gate_state = NULL
     account.next = _accounts
     _accounts = account
     return account
+
+
+cdef void install_gates(Account* account, ReleaseGate release, DropGate drop, SettleGate settle, void* state) noexcept:
+    """Order what is let go of on this account's device behind the device's work."""
+    global _gated
+    account.gate_state = state
+    account.settle_gate = settle
+    account.drop_gate = drop
+    account.release_gate = release
+    _gated = True
 
 
 cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) except NULL:
@@ -174,9 +187,16 @@ cdef void drop_owner(Owner* owner) noexcept nogil:
 
 
 cdef void _enqueue(im_node_t** queue, im_node_t* node) noexcept nogil:
-    # One pending call per run of releases. When the interpreter's table of pending
-    # calls is full, the queue waits for the next call of this package.
-    if im_stack_push(queue, node) and not _closing:
+    if im_stack_push(queue, node):
+        request_drain()
+
+
+cdef void request_drain() noexcept nogil:
+    """Have the interpreter drain the queues soon; called when one of them was empty before.
+
+    When its table of pending calls is full, the queues wait for the next call of this package.
+    """
+    if not _closing:
         Py_AddPendingCall(_pending_drain, NULL)
 
 
@@ -203,6 +223,11 @@ cdef void _drain() noexcept:
     while gated != NULL:
         account = (<Owner*>gated).batch.account
         gated = _pass_gate(account, gated)
+    account = _accounts
+    while account != NULL:
+        if account.settle_gate != NULL:
+            account.settle_gate(account)
+        account = account.next
     node = im_stack_take_all(&_finished)
     while node != NULL:
         following = node.next
@@ -275,7 +300,7 @@ cdef int enter() except -1:
             "iree_marshal was used before this process was forked: IREE's threads and devices do not survive a fork. "
             "Start the process with the 'spawn' method, or make the first call after the fork."
         )
-    if _released != NULL or _finished != NULL:
+    if _released != NULL or _finished != NULL or _gated:
         _drain()
     return 0
 
@@ -340,7 +365,7 @@ def live_counts():
         bookkeeping. All three are zero when nothing of IREE is alive.
     """
     cdef int64_t imports, nbytes, exports = 0, batches = 0
-    if _released != NULL or _finished != NULL:
+    if not PyErr_Occurred():
         _drain()
     count_imports(NULL, &imports, &nbytes)
     cdef Account* account = _accounts

@@ -23,6 +23,13 @@ cdef RefTypes ref_types
 cdef void** heap_buffer_vtable
 
 
+# Finds the base address of an allocation of a device; 1 when only a copy can hand it out.
+ctypedef int (*Locate)(NativeDevice device, im_hal_buffer_t* allocation, char** base) except -1
+
+# Makes the device's work wait for what torch's current stream was given so far.
+ctypedef int (*Order)(NativeDevice device) except -1
+
+
 # A HAL device with what the crossing needs of it. Never destroyed: the native device
 # and its allocator get one reference each that is not given back.
 cdef class NativeDevice:
@@ -36,12 +43,16 @@ cdef class NativeDevice:
     cdef int torch_type                # as libtorch's shim numbers them: 0 cpu, 1 cuda
     cdef int torch_index
     cdef int dlpack_type
+    cdef Locate locate
+    cdef Order order                   # NULL on a host device, which needs none
 
 
 cdef im_vm_list_t* borrow_list(object variants) except NULL
 cdef im_hal_buffer_view_t* borrow_buffer_view(object view) except NULL
+cdef im_hal_buffer_t* borrow_buffer(object buffer) except NULL
 cdef im_hal_resource_t* borrow_device(object hal_device) except NULL
 cdef bint is_host_device(im_hal_resource_t* device) noexcept nogil
 cdef NativeDevice native_device_at(im_hal_resource_t* device)
 cpdef NativeDevice native_device(object hal_device)
 cpdef object new_variant_list(Py_ssize_t capacity)
+cdef int locate_exported(NativeDevice device, im_hal_buffer_t* allocation, char** base) except -1

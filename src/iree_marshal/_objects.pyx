@@ -13,18 +13,22 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uintptr_t
 
 from iree_marshal._lifetime cimport new_account
+from iree_marshal._status cimport raise_status
 from iree_marshal.abi.dlpack cimport IM_DL_CPU, IM_DL_CUDA, IM_DL_ROCM
 from iree_marshal.abi.iree cimport (
     IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER,
     IM_HAL_ALLOCATOR_SLOT_IMPORT_BUFFER,
+    IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION,
     IM_PY_INSTANCE_STATE_MASK,
     IM_PY_INSTANCE_STATE_READY,
     IM_VM_LIST_STORAGE_MODE_VARIANT,
     im_hal_buffer_t,
     im_hal_buffer_view_t,
+    im_hal_external_buffer_t,
     im_hal_resource_t,
     im_py_instance_t,
     im_ref_retain,
+    im_status_t,
     im_vm_list_t,
     im_vm_variant_t,
 )
@@ -36,6 +40,7 @@ cdef void** heap_buffer_vtable = NULL
 
 cdef object VmVariantList = rt.VmVariantList
 cdef object HalBufferView = rt.HalBufferView
+cdef object HalBuffer = rt.HalBuffer
 cdef object HalDevice = rt.HalDevice
 cdef object HalAllocator = rt.HalAllocator
 
@@ -76,6 +81,10 @@ cdef im_vm_list_t* borrow_list(object variants) except NULL:
 
 cdef im_hal_buffer_view_t* borrow_buffer_view(object view) except NULL:
     return <im_hal_buffer_view_t*>_borrow(view, HalBufferView)
+
+
+cdef im_hal_buffer_t* borrow_buffer(object buffer) except NULL:
+    return <im_hal_buffer_t*>_borrow(buffer, HalBuffer)
 
 
 cdef im_hal_resource_t* borrow_device(object hal_device) except NULL:
@@ -122,6 +131,8 @@ cdef class NativeDevice:
         self.import_buffer = <im_hal_import_buffer_fn_t>self.allocator.vtable[IM_HAL_ALLOCATOR_SLOT_IMPORT_BUFFER]
         self.export_buffer = <im_hal_export_buffer_fn_t>self.allocator.vtable[IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER]
         self.account = new_account()
+        self.locate = locate_exported
+        self.order = NULL
         self.torch_index = -1 if torch_device.index is None else torch_device.index
         if torch_device.type == "cpu":
             self.torch_type = 0
@@ -141,6 +152,18 @@ cdef class NativeDevice:
         return f"NativeDevice({self.hal_device!r} for {self.torch_device})"
 
 
+cdef int locate_exported(NativeDevice device, im_hal_buffer_t* allocation, char** base) except -1:
+    """Base address of an allocation through the device's own `export_buffer`."""
+    cdef im_hal_external_buffer_t external
+    cdef im_status_t status
+    external.handle = 0
+    status = device.export_buffer(device.allocator, allocation, IM_HAL_EXTERNAL_BUFFER_DEVICE_ALLOCATION, 0, &external)
+    if status != 0:
+        raise_status(status, "cannot export the buffer")
+    base[0] = <char*>external.handle
+    return 0
+
+
 cdef NativeDevice native_device_at(im_hal_resource_t* device):
     """The known device at this address, or None."""
     return _native_devices.get(<uintptr_t>device)
@@ -155,6 +178,10 @@ cpdef NativeDevice native_device(object hal_device):
     if known is None:
         known = NativeDevice(hal_device, devices.torch_device_of(hal_device))
         known = _native_devices.setdefault(address, known)
+        if known.torch_type != 0:
+            from iree_marshal import _cuda
+
+            _cuda.attach(known)
     return known
 
 
@@ -206,9 +233,9 @@ def arm(sync_device):
 
 def _forget():
     """At exit: close the native path and drop what C variables hold of iree.runtime, which reports leaks otherwise."""
-    global _armed, VmVariantList, HalBufferView, HalDevice, HalAllocator
+    global _armed, VmVariantList, HalBufferView, HalBuffer, HalDevice, HalAllocator
     cdef NativeDevice known
     _armed = False
     for known in _native_devices.values():
         known.hal_device = None
-    VmVariantList = HalBufferView = HalDevice = HalAllocator = None
+    VmVariantList = HalBufferView = HalBuffer = HalDevice = HalAllocator = None

@@ -217,7 +217,8 @@ enum im_hal_memory_type_e {
   IM_HAL_MEMORY_TYPE_DEVICE_LOCAL = 0x30, /* includes device visible */
 };
 enum im_hal_memory_access_e {
-  IM_HAL_MEMORY_ACCESS_READ_WRITE = 0x3,
+  /* read, write, discard: a program may copy into an argument */
+  IM_HAL_MEMORY_ACCESS_ALL = 0x7,
 };
 enum im_hal_buffer_usage_e {
   /* transfer source and target, dispatch storage read and write; no mapping */

@@ -104,7 +104,7 @@ cdef extern from "iree.h" nogil:
     uint32_t IM_HAL_ELEMENT_BITS(uint32_t element_type)
 
     const uint32_t IM_HAL_MEMORY_TYPE_DEVICE_LOCAL
-    const uint16_t IM_HAL_MEMORY_ACCESS_READ_WRITE
+    const uint16_t IM_HAL_MEMORY_ACCESS_ALL
     const uint32_t IM_HAL_BUFFER_USAGE_DEFAULT
     const uint64_t IM_HAL_QUEUE_AFFINITY_ANY
 
