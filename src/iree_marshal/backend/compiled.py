@@ -161,8 +161,9 @@ class CompiledGraph:
     ) -> Sequence[Any]:
         if not self._options.fallback:
             raise MismatchError(cause) from error
-        warn_fallback(cause)
+        # First, so that a warning that is turned into an error leaves the graph usable.
         self._eager = EagerGraph(self._graph_module)
+        warn_fallback(cause)
         return self._eager(args) if reference is None else reference
 
     def _learn_aliases(self, args: list[Any]) -> None:

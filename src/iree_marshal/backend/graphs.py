@@ -132,6 +132,7 @@ class Plan:
 class _Building:
     """What is collected while a graph is rewritten."""
 
+    device: torch.device
     graph: Graph = field(default_factory=Graph)
     env: dict[Node, Node] = field(default_factory=dict)
     arguments: list[tuple[Node, Argument]] = field(default_factory=list)
@@ -198,7 +199,7 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
         raise CompileError(f"{name}: the graph writes into its own arguments ({writer.target} at {writer.name})")
     device = device_of(graph_module)
     nodes: list[Node] = list(graph_module.graph.nodes)
-    building = _Building()
+    building = _Building(device)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for index, node in enumerate(placeholders):
         building.places[node] = index
@@ -219,6 +220,7 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
         outputs, results, values = _plan_outputs(building, list(returned), expressions)
     except LookupError as error:
         raise CompileError(f"{name}: {error}") from error
+    _forget_devices(building.graph)
     building.graph.output(tuple(values))
     building.graph.eliminate_dead_code()
     kept: list[Argument] = []
@@ -300,6 +302,17 @@ def _take_constant(building: _Building, node: Node, graph_module: GraphModule, d
     if not isinstance(fake, torch.Tensor):
         raise CompileError(f"{name}: the constant {node.target} has no traced value")
     building.env[node] = _new_placeholder(building, None, fake.contiguous(), constant=constant)
+
+
+def _forget_devices(graph: Graph) -> None:
+    """Let every operator that names a device name the CPU.
+
+    A program has one device, which its flags decide; the importer's lowerings of `empty`, `full` and others only take the
+    CPU's name for it.
+    """
+    for node in graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
 
 
 def _overwritten(graph: Graph) -> set[Node]:
@@ -394,6 +407,8 @@ def _plan_outputs(
 def _plan_result(building: _Building, node: Node, expressions: Expressions) -> tuple[Result, Node]:
     """Plan one computed tensor; append to the program what brings it into row-major order."""
     value: torch.Tensor = node.meta["val"]
+    if value.device != building.device:
+        raise LookupError(f"a result is on {value.device}, the graph runs on {building.device}")
     layout = result_layout(value.shape, value.stride())
     inner = building.env[node]
     fake = value
