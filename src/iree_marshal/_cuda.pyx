@@ -20,6 +20,7 @@ import logging
 import os
 
 import torch
+from iree.runtime import HalBufferView
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free, malloc
@@ -467,7 +468,7 @@ cdef object _prove_stream(NativeDevice device, Ordering* ordering):
     # Read through a channel that cannot crash the process, then follow.
     try:
         words = _read_memory(<size_t>native, sizeof(im_hal_cuda_device_t))
-        stream = int.from_bytes(words[-8:], "little")
+        stream = int.from_bytes(words[len(words) - 8:], "little")
         _read_memory(stream, 8)
     except OSError:
         return "host synchronizes: the device struct could not be read"
@@ -499,7 +500,7 @@ cdef int _copy(NativeDevice device, object variants, int source, int target) exc
     """Copy one buffer to another on IREE's stream and wait for it."""
     done = device.hal_device.create_semaphore(0)
     device.hal_device.queue_copy(
-        variants.get_as_object(source).get_buffer(), variants.get_as_object(target).get_buffer(), [], [(done, 1)]
+        variants.get_as_object(source, HalBufferView).get_buffer(), variants.get_as_object(target, HalBufferView).get_buffer(), [], [(done, 1)]
     )
     done.wait(1)
     return 0
@@ -511,7 +512,7 @@ cdef object _prove_buffers(NativeDevice device):
     cdef im_hal_cuda_buffer_t* ordered
     pattern = torch.arange(64, dtype=torch.float32, device=device.torch_device)
     variants = _importing.to_variant_list([pattern], device.hal_device, device.torch_device, False, True, False)
-    known = <im_hal_cuda_buffer_t*>borrow_buffer_view(variants.get_as_object(0)).buffer.allocated_buffer
+    known = <im_hal_cuda_buffer_t*>borrow_buffer_view(variants.get_as_object(0, HalBufferView)).buffer.allocated_buffer
     if not _is_readable(known):
         return "results are copied: a buffer could not be read"
     if known.type != IM_HAL_CUDA_BUFFER_EXTERNAL or known.device_pointer != <size_t>pattern.data_ptr():
@@ -524,7 +525,7 @@ cdef object _prove_buffers(NativeDevice device):
         return "results are copied: a stream-ordered buffer is of an unknown kind"
     if ordered.type == IM_HAL_CUDA_BUFFER_ASYNC:
         done = device.hal_device.create_semaphore(0)
-        device.hal_device.queue_copy(variants.get_as_object(0).get_buffer(), made, [], [(done, 1)])
+        device.hal_device.queue_copy(variants.get_as_object(0, HalBufferView).get_buffer(), made, [], [(done, 1)])
         done.wait(1)
         copied = torch.empty_like(pattern)
         torch.cuda.synchronize(device.torch_device)

@@ -6,10 +6,9 @@ DLPack constructor, called through its C table: no capsule, no Python call per
 tensor. Every tensor keeps its buffer alive, and the device with it.
 """
 import torch
+from iree.runtime import HalBufferView
 
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
-from cpython.list cimport PyList_New, PyList_SET_ITEM
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -59,7 +58,9 @@ from iree_marshal.abi.iree cimport (
 )
 
 from iree_marshal import devices, element_types
+from iree_marshal.arrays import HalArray
 from iree_marshal.errors import where
+from iree_marshal.portable import as_runtime_object, copy_out, tensor_as_array
 
 cdef enum:
     HIGHEST_RANK = 64      # torch's own limit; a view of a higher rank is damaged
@@ -69,6 +70,7 @@ cdef enum:
 cdef struct Exported:
     Holding holding           # first: letting go of it frees the whole block
     im_dl_managed_tensor_t managed
+    uint32_t element_type     # of HAL
     int64_t dims[1]           # really 2 * rank
 
 
@@ -129,7 +131,6 @@ cdef class Export:
 
     cdef NativeDevice fallback           # for buffers that do not say their device
     cdef bint as_arrays
-    cdef im_dl_exchange_api_t* api
     # The allocation seen last and where it lives: IREE carves many results out of one.
     cdef im_hal_buffer_t* allocation
     cdef NativeDevice known              # its device, where that is one that is never destroyed
@@ -193,7 +194,7 @@ cdef class Export:
         self.allocation = allocation
         return 0
 
-    cdef object export_view(self, im_hal_buffer_view_t* view, tuple path, Py_ssize_t index):
+    cdef object export_view(self, object variants, im_hal_buffer_view_t* view, tuple path, Py_ssize_t index):
         """The buffer view as a tensor or `HalArray`."""
         cdef im_hal_buffer_t* buffer = view.buffer
         cdef ResultType* result_type = find_result_type(view.element_type)
@@ -206,10 +207,18 @@ cdef class Export:
         if view.rank > HIGHEST_RANK:
             raise ValueError(f"{where(path + (index,))}: rank {view.rank} is more than torch's {HIGHEST_RANK}")
         if buffer.allocated_buffer != self.allocation:
-            self.locate(buffer.allocated_buffer, path, index)
+            if self.locate(buffer.allocated_buffer, path, index) != 0:
+                return self.copy_view(variants, index)
         if self.as_arrays:
             return self.make_array(view, result_type)
-        return self.make_tensor(view, result_type)
+        return adopt(self.describe(view, result_type), result_type)
+
+    cdef object copy_view(self, object variants, Py_ssize_t index):
+        """The buffer view's bytes in memory of torch's, where the buffer itself cannot be handed out."""
+        view = variants.get_as_object(index, HalBufferView)
+        raw = copy_out(self.known.hal_device, view.get_buffer(), view.byte_length, self.torch_device)
+        tensor = raw.view(element_types.TORCH_OF[view.element_type]).reshape(tuple(view.shape))
+        return tensor_as_array(tensor) if self.as_arrays else tensor
 
     cdef Exported* describe(self, im_hal_buffer_view_t* view, ResultType* result_type) except NULL:
         """Everything torch needs to adopt the view; holds the buffer until it is dropped."""
@@ -222,6 +231,7 @@ cdef class Export:
         begin_holding(
             &exported.holding, view.buffer, self.transient, self.account, <int64_t>view.byte_length
         )
+        exported.element_type = view.element_type
         exported.managed.version.major = IM_DLPACK_MAJOR
         exported.managed.version.minor = 0
         exported.managed.manager_ctx = exported
@@ -245,32 +255,13 @@ cdef class Export:
             stride *= max(view.dims[dim], 1)
         return exported
 
-    cdef object make_tensor(self, im_hal_buffer_view_t* view, ResultType* result_type):
-        cdef Exported* exported = self.describe(view, result_type)
-        cdef void* adopted = NULL
-        try:
-            self.api.managed_tensor_to_py_object_no_sync(&exported.managed, &adopted)
-        except BaseException:
-            # Only a successful call takes the managed tensor over.
-            drop_holding(&exported.holding)
-            raise
-        tensor = steal(<PyObject*>adopted)
-        if result_type.reinterpret_as != NULL:
-            tensor = tensor.view(<object>result_type.reinterpret_as)
-        return tensor
-
     cdef object make_array(self, im_hal_buffer_view_t* view, ResultType* result_type):
-        from iree_marshal.arrays import HalArray
-
         cdef HeldBuffer owner = HeldBuffer.__new__(HeldBuffer)
-        owner.holding = <Holding*>malloc(sizeof(Holding))
-        if owner.holding == NULL:
-            raise MemoryError
-        begin_holding(owner.holding, view.buffer, self.transient, self.account, <int64_t>view.byte_length)
+        owner.exported = self.describe(view, result_type)
         shape = tuple([view.dims[dim] for dim in range(<Py_ssize_t>view.rank)])
         return HalArray(
-            owner, <uintptr_t>(self.base + view.buffer.byte_offset), shape,
-            element_types.TORCH_OF[view.element_type], self.torch_device,
+            owner, <uintptr_t>owner.exported.managed.dl_tensor.data, shape, element_types.TORCH_OF[view.element_type],
+            self.torch_device,
         )
 
     cdef list convert(self, object variants, tuple path):
@@ -285,7 +276,7 @@ cdef class Export:
                 raise RuntimeError(f"{where(path)}: the list changed its length while it was read")
             variant = &native.storage[index]
             if variant.type == ref_types.buffer_view:
-                results.append(self.export_view(<im_hal_buffer_view_t*>variant.value.ref, path, index))
+                results.append(self.export_view(variants, <im_hal_buffer_view_t*>variant.value.ref, path, index))
             elif variant.type == IM_VALUE_TYPE_I64:
                 results.append(variant.value.i64)
             elif variant.type == IM_VALUE_TYPE_F64:
@@ -303,7 +294,7 @@ cdef class Export:
             elif variant.type == ref_types.list:
                 results.append(self.convert(variants.get_as_list(index), path + (index,)))
             else:
-                results.append(variants.get_as_object(index))
+                results.append(as_runtime_object(variants.get_as_ref(index)))
         return results
 
 
@@ -330,11 +321,48 @@ cdef Account* transient_account() except NULL:
 cdef class HeldBuffer:
     """Keeps one HAL buffer and its device alive for a `HalArray`."""
 
-    cdef Holding* holding
+    cdef Exported* exported
 
     def __dealloc__(self):
-        if self.holding != NULL:
-            drop_holding(self.holding)
+        if self.exported != NULL:
+            drop_holding(&self.exported.holding)
+
+    def as_tensor(self):
+        """A tensor on the same memory, with a holding of its own."""
+        cdef Exported* copy = copy_exported(self.exported)
+        return adopt(copy, find_result_type(self.exported.element_type))
+
+
+cdef Exported* copy_exported(Exported* source) except NULL:
+    """A second holding of the same buffer, described alike."""
+    cdef size_t rank = <size_t>source.managed.dl_tensor.ndim
+    cdef size_t nbytes = sizeof(Exported) + 2 * rank * sizeof(int64_t)
+    cdef Exported* copy = <Exported*>malloc(nbytes)
+    if copy == NULL:
+        raise MemoryError
+    memcpy(copy, source, nbytes)
+    begin_holding(
+        &copy.holding, source.holding.buffer, source.holding.device, source.holding.account, source.holding.nbytes
+    )
+    copy.managed.manager_ctx = copy
+    copy.managed.dl_tensor.shape = copy.dims
+    copy.managed.dl_tensor.strides = copy.dims + rank
+    return copy
+
+
+cdef object adopt(Exported* exported, ResultType* result_type):
+    """Hand the description over to torch: a new tensor that owns the holding."""
+    cdef void* adopted = NULL
+    try:
+        exchange_api().managed_tensor_to_py_object_no_sync(&exported.managed, &adopted)
+    except BaseException:
+        # Only a successful call takes the managed tensor over.
+        drop_holding(&exported.holding)
+        raise
+    tensor = steal(<PyObject*>adopted)
+    if result_type.reinterpret_as != NULL:
+        tensor = tensor.view(<object>result_type.reinterpret_as)
+    return tensor
 
 
 def from_variant_list(variants, hal_device, bint as_arrays):
@@ -344,7 +372,6 @@ def from_variant_list(variants, hal_device, bint as_arrays):
     _load_result_types()
     cdef Export call = Export.__new__(Export)
     call.as_arrays = as_arrays
-    call.api = exchange_api()
     if hal_device is not None:
         call.fallback = native_device(hal_device)
     return call.convert(variants, ())

@@ -127,16 +127,16 @@ cdef class Import:
                         batch = begin_batch(self.device.account, count, count * VIEW_BYTES)
                     import_tensor(self.device, batch, item, &view, native, path, index)
                 else:
-                    batch = self.convert_other(<object>item, variants, native, batch, count, path, index)
+                    self.convert_other(<object>item, variants, native, &batch, count, path, index)
         finally:
             if batch != NULL:
                 end_batch(batch)
         return variants
 
-    cdef Batch* convert_other(
-        self, object value, object variants, im_vm_list_t* native, Batch* batch, Py_ssize_t count, tuple path,
+    cdef int convert_other(
+        self, object value, object variants, im_vm_list_t* native, Batch** batch, Py_ssize_t count, tuple path,
         Py_ssize_t index,
-    ) except? NULL:
+    ) except -1:
         """Whatever is not a plain tensor on the right device: asks `values.admit` what it becomes."""
         cdef TensorView view
         cdef tuple inner = path + (index,)
@@ -145,9 +145,9 @@ cdef class Import:
             if self.device is None:
                 self.settle_device(payload.device)
             read_admitted(payload, &view)
-            if batch == NULL:
-                batch = begin_batch(self.device.account, count, count * VIEW_BYTES)
-            import_tensor(self.device, batch, <PyObject*>payload, &view, native, path, index)
+            if batch[0] == NULL:
+                batch[0] = begin_batch(self.device.account, count, count * VIEW_BYTES)
+            import_tensor(self.device, batch[0], <PyObject*>payload, &view, native, path, index)
         elif kind == admission.INT:
             variants.push_int(payload)
         elif kind == admission.FLOAT:
@@ -161,7 +161,7 @@ cdef class Import:
             variants.push_list(payload)
         else:
             variants.push_ref(payload)
-        return batch
+        return 0
 
 
 cdef im_hal_buffer_t* import_memory(
@@ -254,7 +254,12 @@ def to_variant_list(values, hal_device, torch_device, copy, bint order, bint upl
     if hal_device is not None:
         call.device = native_device(hal_device)
         call.torch_device = torch_device
-    variants = call.convert(values, ())
+    try:
+        variants = call.convert(values, ())
+    except BaseException:
+        # The list was dropped while the error was pending, so its tensors wait in the release queue.
+        enter()
+        raise
     # After the copies that some tensors needed: they run on torch's stream as well.
     if order and call.device is not None and call.device.order != NULL:
         call.device.order(call.device)

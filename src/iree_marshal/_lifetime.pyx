@@ -40,6 +40,8 @@ from iree_marshal.abi.iree cimport (
     im_status_t,
 )
 
+from iree_marshal.errors import FORKED
+
 cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropped yet
 cdef im_node_t* _finished = NULL   # batches whose last view was freed without the GIL
 cdef Batch* _live_batches = NULL   # guarded by the GIL
@@ -296,10 +298,7 @@ cdef void finish_holding(Holding* holding) noexcept nogil:
 cdef int enter() except -1:
     """Every public call starts here: refuse in a forked child, drop what was released meanwhile."""
     if _forked:
-        raise RuntimeError(
-            "iree_marshal was used before this process was forked: IREE's threads and devices do not survive a fork. "
-            "Start the process with the 'spawn' method, or make the first call after the fork."
-        )
+        raise RuntimeError(FORKED)
     if _released != NULL or _finished != NULL or _gated:
         _drain()
     return 0

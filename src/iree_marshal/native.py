@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import iree.runtime as rt
 
-from iree_marshal import _objects
+from iree_marshal import _objects, devices
 from iree_marshal._exporting import from_variant_list
 from iree_marshal._importing import to_variant_list
 
@@ -18,4 +18,5 @@ __all__ = ["arm", "from_variant_list", "to_variant_list"]
 
 def arm() -> None:
     """Learn this process's type words and vtables; called once, after the self-check has passed."""
+    devices.vm_instance()
     _objects.arm(rt.get_driver("local-sync").create_default_device())
