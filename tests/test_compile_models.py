@@ -184,3 +184,21 @@ def test_gradients_that_need_a_decomposition_of_ours(layers: nn.Module, graphs: 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     assert len(graphs.compiled) == 2
     assert not graphs.eager
+
+
+def test_variance_is_torchs_in_every_form() -> None:
+    def function(x: torch.Tensor) -> tuple[Any, ...]:
+        half = x.bfloat16()
+        return (
+            x.var(),
+            x.var(1, correction=0),
+            torch.var_mean(x, (0, 2), keepdim=True),
+            x.std(-1),
+            x.std((0, 1), correction=2, keepdim=True),
+            half.var(2),
+            functional.layer_norm(half, (6,)),
+        )
+
+    x = torch.randn(3, 4, 6)
+    assert_same(compile_(function)(x), function(x), tolerance=2e-2)
+    assert_same(compile_(function)(x)[:5], function(x)[:5])

@@ -134,6 +134,43 @@ def _avg_pool2d_backward(
     return spread.reshape(x.shape)
 
 
+def _var_mean(
+    x: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """Compute variance and mean in the precision torch does: IREE's own lowering goes through float64, even on a GPU.
+
+    That is slow where it compiles; for CUDA it mostly does not ("failed to distribute"), layer norms included.
+    """
+    if x.is_complex():
+        return NotImplemented
+    dims = list(range(x.dim())) if not dim else [one % x.dim() for one in dim]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    count: Any = 1
+    for one in dims:
+        count = count * x.shape[one]
+    freedom = count - (1 if correction is None else correction)
+    if isinstance(freedom, (int, float)):
+        freedom = max(freedom, 0)
+    mean = wide.mean(dims, keepdim=True)
+    centred = wide - mean
+    variance = (centred * centred).sum(dims, keepdim=keepdim) / freedom
+    return variance.to(x.dtype), (mean if keepdim else mean.squeeze(dims)).to(x.dtype)
+
+
+def _var(
+    x: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    both = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return both if both is NotImplemented else both[0]
+
+
+def _std(
+    x: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    both = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return both if both is NotImplemented else both[0].sqrt()
+
+
 @functools.cache
 def table() -> Table:
     """Return the table, operator overload to Python decomposition, made once per process.
@@ -147,7 +184,11 @@ def table() -> Table:
 
     union: Table = dict(core_aten_decompositions())
     union.update(get_decompositions(_beyond_core()))
-    union[torch.ops.aten.constant_pad_nd.default] = _constant_pad_nd
-    union[torch.ops.aten.convolution_backward.default] = _convolution_backward
-    union[torch.ops.aten.avg_pool2d_backward.default] = _avg_pool2d_backward
+    aten = torch.ops.aten
+    union[aten.constant_pad_nd.default] = _constant_pad_nd
+    union[aten.convolution_backward.default] = _convolution_backward
+    union[aten.avg_pool2d_backward.default] = _avg_pool2d_backward
+    union[aten.var_mean.correction] = _var_mean
+    union[aten.var.correction] = _var
+    union[aten.std.correction] = _std
     return union
