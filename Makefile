@@ -56,17 +56,35 @@ ifdef CI
 	$(MAKE) compat COMPAT=$(firstword $(RELEASES))
 endif
 
-.PHONY: lint
-lint: $(VENV)/.dev $(VENV)/.built ## format, lint, types, stubs, spelling, and a build with warnings as errors
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(VENV)/bin/cython-lint src
-	$(PY) -m mypy src/iree_marshal
-	$(PY) -m mypy.stubtest --concise $(STUBBED)
-	$(VENV)/bin/codespell
-	IREE_MARSHAL_WERROR=1 $(PY) setup.py -q build_ext -j 2 --build-lib build/werror
+# One target per check, so that `make -k lint` reports all that is wrong at once.
+CHECKS := ruff format cython types stubs spelling warnings
 
-STUBBED = $(subst /,.,$(patsubst src/%.pyi,%,$(shell find src -name '*.pyi')))
+.PHONY: lint $(addprefix lint-,$(CHECKS))
+lint: $(addprefix lint-,$(CHECKS)) ## format, lint, types, stubs, spelling, and a build with warnings as errors
+$(addprefix lint-,$(CHECKS)): $(VENV)/.dev
+
+lint-ruff:
+	$(PY) -m ruff check --output-format concise .
+
+lint-format:
+	$(PY) -m ruff format --check .
+
+lint-cython:
+	$(VENV)/bin/cython-lint src
+
+lint-types:
+	$(PY) -m mypy src/iree_marshal
+
+# Every extension has a .pyi, and it says what the extension says.
+STUBBED = $(subst /,.,$(patsubst src/%.pyx,%,$(shell find src -name '*.pyx')))
+lint-stubs: $(VENV)/.built
+	$(PY) -m mypy.stubtest --concise $(STUBBED)
+
+lint-spelling:
+	$(VENV)/bin/codespell
+
+lint-warnings:
+	IREE_MARSHAL_WERROR=1 $(PY) setup.py -q build_ext -j 2 --build-lib build/werror
 
 .PHONY: format
 format: $(VENV)/.dev ## rewrite the Python sources as `make lint` wants them

@@ -3,7 +3,7 @@
 
 Every `src/iree_marshal/**/*.pyx` becomes an extension of the same name. Needs setuptools, Cython
 and a C compiler: neither torch nor IREE, since both are met through addresses taken at run time.
-The generated C goes to `build/`, one folder per kind of build.
+The generated C goes to `build/`, one folder per kind of build (for line tracing: beside the source).
 
 Environment variables, each for one kind of build:
 
@@ -96,19 +96,25 @@ class BuildExtensions(build_ext):
     def cythonize(self) -> None:
         from Cython.Build import cythonize
         from Cython.Compiler import Options
+        from Cython.Compiler.Errors import CompileError
 
         directives = dict(DIRECTIVES)
         if WERROR:
             Options.warning_errors = True
             directives.update(Options.extra_warnings)
-        translated = cythonize(
-            [Extension(each.name, list(each.sources), depends=each.depends) for each in self.extensions],
-            build_dir=f"build/cython-{kind_of_build()}",
-            include_path=[str(SOURCE)],
-            compiler_directives=directives,
-            force=bool(self.force),
-            quiet=not self.verbose,
-        )
+        try:
+            translated = cythonize(
+                [Extension(each.name, list(each.sources), depends=each.depends) for each in self.extensions],
+                # The coverage plugin looks for the C beside its source; `make coverage` builds in a copy of the tree.
+                build_dir=None if LINETRACE else f"build/cython-{kind_of_build()}",
+                include_path=[str(SOURCE)],
+                compiler_directives=directives,
+                force=bool(self.force),
+                quiet=not self.verbose,
+            )
+        except CompileError as error:
+            # Cython has printed the place and the reason; a traceback through setuptools adds nothing.
+            raise SystemExit(f"Cython: {error}") from None
         # setuptools has notes of its own on its extension objects: they stay, their sources change.
         for mine, theirs in zip(self.extensions, translated, strict=True):
             mine.sources = theirs.sources
