@@ -13,7 +13,7 @@ from compiling import Graphs, assert_same, check, compile_
 from test_compile_models import _MODELS
 from torch import nn
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
 from iree_marshal.backend import layouts
 from iree_marshal.backend.symbols import Expressions
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 _shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

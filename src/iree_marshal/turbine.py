@@ -9,10 +9,10 @@
     with iree_marshal.turbine.accelerate():        # or for a while
         torch.compile(model, backend="iree_turbine")(x)
 
-Turbine 3.9.0 copies every argument on every call and asks for the driver named "hip" where there is a CUDA device. While
-accelerated, ``Launchable`` imports its arguments in place, keeps every result at its position (turbine drops `None`
-arguments and integer results), writes ``outputs=`` (turbine does not), and compiles float64 as float64 (turbine's default
-flags turn it into float32, so that the second Python float of a compiled function arrives as zero).
+Turbine 3.9.0 copies every argument on every call and asks for the driver named "hip" where there is a CUDA device.
+While accelerated, ``Launchable`` imports its arguments in place, keeps every result at its position (turbine drops
+`None` arguments and integer results), writes ``outputs=`` (turbine does not), and compiles float64 as float64
+(turbine's default flags turn it into float32, so that the second Python float of a compiled function arrives as zero).
 
 What is turbine's own stays so, as seen with 3.9.0: results are row-major whatever strides eager has, uint8 results come
 back as int8, and a symbolic integer among a compiled graph's inputs is an ``AttributeError``.
@@ -44,17 +44,17 @@ _per_thread = threading.local()
 
 # Operators whose first operand IREE updates in place, and those that hand their operand on, in the torch dialect.
 _UPDATE = re.compile(
-    r"%\S+ = torch\.aten\.(?:_?index_put\w*|_unsafe_index_put|(?:select_|slice_|masked_|as_strided_|diagonal_)?scatter\w*"
-    r"|index_(?:add|copy|fill|reduce)|put|sort|topk)(?:\.\w+)* (%\w+)"
+    r"%\S+ = torch\.aten\.(?:_?index_put\w*|_unsafe_index_put"
+    r"|(?:select_|slice_|masked_|as_strided_|diagonal_)?scatter\w*|index_(?:add|copy|fill|reduce)|put|sort|topk)(?:\.\w+)* (%\w+)"
 )
 _HANDS_ON = re.compile(
-    r"(%\w+) = torch\.aten\.(?:view|reshape|_unsafe_view|_reshape_alias|squeeze|unsqueeze|slice|select|alias|detach|clone"
-    r"|contiguous|flatten|unflatten|expand|permute|transpose|t|lift_fresh_copy)(?:\.\w+)* (%\w+)"
+    r"(%\w+) = torch\.aten\.(?:view|reshape|_unsafe_view|_reshape_alias|squeeze|unsqueeze|slice|select|alias|detach"
+    r"|clone|contiguous|flatten|unflatten|expand|permute|transpose|t|lift_fresh_copy)(?:\.\w+)* (%\w+)"
 )
 
 
 class Acceleration:
-    """Turbine's launcher with our crossing, until :meth:`undo` or the end of a ``with`` block; see :func:`accelerate`."""
+    """Turbine's launcher with our crossing, until :meth:`undo` or the end of a ``with`` block."""
 
     def __init__(self, copy: bool | None = None) -> None:
         self.copy = copy
@@ -87,9 +87,10 @@ def accelerate(copy: bool | None = None) -> Acceleration:
     Parameters
     ----------
     copy : bool, optional
-        As in :func:`iree_marshal.to_variant_list`: by default tensors cross in place. A compiled function may write into
-        the memory of an argument; with ``True`` it always gets a copy, which is what turbine does. Programs that turbine
-        compiles from MLIR text are read for updates of their arguments, and those arguments are copied in any case.
+        As in :func:`iree_marshal.to_variant_list`: by default tensors cross in place. A compiled function may write
+        into the memory of an argument; with ``True`` it always gets a copy, which is what turbine does. Programs that
+        turbine compiles from MLIR text are read for updates of their arguments, and those arguments are copied in any
+        case.
 
     Returns
     -------
@@ -209,7 +210,8 @@ def updated_arguments(program: str) -> frozenset[int]:
     matches = (_HANDS_ON.search(line) for line in program.splitlines())
     origin: dict[str, str] = {match[1]: match[2] for match in matches if match}
     found = set()
-    for operand in _UPDATE.findall(program):
+    for updated in _UPDATE.findall(program):
+        operand: str = updated
         while operand in origin:
             operand = origin[operand]
         if operand.startswith("%arg") and operand[4:].isdigit():

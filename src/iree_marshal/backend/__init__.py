@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""``torch.compile(model, backend="iree_marshal")``: PyTorch programs compiled by IREE, with the crossing of this package.
+"""``torch.compile(model, backend="iree_marshal")``: PyTorch programs compiled by IREE.
 
 AOTAutograd traces forward and backward graphs; each is decomposed, planned (:mod:`.graphs`), imported to MLIR
-(:mod:`.importer`), compiled by ``iree-compile`` in a child process (:mod:`.toolchain`), kept on disk (:mod:`.cache`), loaded
-and, at its first call, compared with eager (:mod:`.verify`). A graph that fails on the way runs eager, with one warning.
+(:mod:`.importer`), compiled by ``iree-compile`` in a child process (:mod:`.toolchain`), kept on disk (:mod:`.cache`),
+loaded and, at its first call, compared with eager (:mod:`.verify`). A graph that fails on the way runs eager, with one
+warning.
 
-torch finds :func:`iree_marshal` through the entry point group ``torch_dynamo_backends``: nothing has to be imported. IREE's
-compiler is imported when the first graph is compiled; it comes with the extra ``iree_marshal[compile]``.
+torch finds :func:`iree_marshal` through the entry point group ``torch_dynamo_backends``: nothing has to be imported.
+IREE's compiler is imported when the first graph is compiled; it comes with the extra ``iree_marshal[compile]``.
 """
 
 from __future__ import annotations

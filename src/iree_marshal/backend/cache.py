@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 """Compiled modules on disk, so that the second start of a program compiles nothing.
 
-An entry is one file, ``<key>.vmfb``: the module, its SHA-256 and a mark. It is written beside its place and renamed into
-it, so that readers see a whole entry or none; the digest catches what a disk or a full file system did to it afterwards.
-A lock per key makes processes that want the same module at the same time compile it once.
+An entry is one file, ``<key>.vmfb``: the module, its SHA-256 and a mark. It is written beside its place and renamed
+into it, so that readers see a whole entry or none; the digest catches what a disk or a full file system did to it
+afterwards. A lock per key makes processes that want the same module at the same time compile it once.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ class Cache:
                 file.write(module + hashlib.sha256(module).digest() + _MARK)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self._path(name))
+            Path(temporary).replace(self._path(name))
             temporary = None
         except OSError as error:
             log.warning("cannot keep a compiled module in %s: %s", self.folder, error)
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                    Path(temporary).unlink()
         self._evict(keep=name)
 
     def _evict(self, keep: str) -> None:
@@ -165,7 +165,7 @@ class Cache:
                     entries.append((info.st_mtime, info.st_size, Path(item.path)))
                 elif item.name.endswith((_TEMPORARY_SUFFIX, _LOCK_SUFFIX)) and now - info.st_mtime > _STALE_SECONDS:
                     # Left by a process that died while writing, or a lock that nobody asks for any more.
-                    os.unlink(item.path)
+                    Path(item.path).unlink()
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if total <= self.limit:

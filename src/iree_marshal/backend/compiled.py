@@ -39,6 +39,7 @@ class EagerGraph:
         self._graph_module = graph_module
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph. ``args`` is emptied, so that nothing lives longer than its last use."""
         held = list(args)
         args.clear()
         outputs: Sequence[Any] = self._graph_module(*held)
@@ -77,6 +78,7 @@ class CompiledGraph:
         self._gather = _gatherer(plan)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the program, or the graph where the program was given up. ``args`` is emptied."""
         if self._eager is not None:
             return self._eager(args)
         if self._checked and self._options.verify != "always":
@@ -169,8 +171,8 @@ class CompiledGraph:
     def _learn_aliases(self, args: list[Any]) -> None:
         """Find results that are the memory of an argument or of another result; they are copied in every call.
 
-        The compiler may return an argument for `clone(x)`, or one buffer for two equal results. torch's caller may write
-        into either. Which ones is decided when the program is compiled, so one look is enough.
+        The compiler may return an argument for `clone(x)`, or one buffer for two equal results. torch's caller may
+        write into either. Which ones is decided when the program is compiled, so one look is enough.
         """
         gathered = self._gather(args)
         taken = [_extent(value) for value in gathered if isinstance(value, torch.Tensor)]

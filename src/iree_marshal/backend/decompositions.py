@@ -81,8 +81,8 @@ def _convolution_backward(
 ) -> Any:
     """Take apart the backward of a transposed convolution, which IREE has no lowering for.
 
-    A transposed convolution is the gradient of a plain one. So its gradient by the input is that plain convolution, and its
-    gradient by the weight is the plain one's, with input and output gradient in each other's place.
+    A transposed convolution is the gradient of a plain one. So its gradient by the input is that plain convolution, and
+    its gradient by the weight is the plain one's, with input and output gradient in each other's place.
     """
     if not transposed:
         return NotImplemented
@@ -111,7 +111,10 @@ def _avg_pool2d_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Any:
-    """Spread the gradient over each window, as a transposed convolution with ones: IREE has no lowering for the operator."""
+    """Spread the gradient over each window, as a transposed convolution with ones.
+
+    IREE has no lowering for the operator itself.
+    """
     kernel = list(kernel_size) * (2 // len(kernel_size))
     steps = list(stride or kernel_size) * (2 // len(stride or kernel_size))
     edges = list(padding) * (2 // len(padding))

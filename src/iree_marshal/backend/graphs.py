@@ -307,8 +307,8 @@ def _take_constant(building: _Building, node: Node, graph_module: GraphModule, d
 def _forget_devices(graph: Graph) -> None:
     """Let every operator that names a device name the CPU.
 
-    A program has one device, which its flags decide; the importer's lowerings of `empty`, `full` and others only take the
-    CPU's name for it.
+    A program has one device, which its flags decide; the importer's lowerings of `empty`, `full` and others only take
+    the CPU's name for it.
     """
     for node in graph.nodes:
         if node.kwargs.get("device") is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Strides: which tensors are dense in another order of dimensions, and how results get the strides that eager gives them.
+"""Strides: which tensors are dense in another order of dimensions, and how results get eager's.
 
 IREE knows row-major tensors only. A tensor that is dense in another order (channels_last, transposed) is row-major once
 its dimensions are permuted, so it crosses as that permuted view without a copy, and the program permutes it back.
@@ -98,7 +98,8 @@ class ResultLayout:
     exact : bool
         Whether the row-major tensor of these sizes has these strides already: nothing to do.
     gaps : bool
-        Whether eager's tensor does not use all its memory (a slice of something larger): it has to be copied into place.
+        Whether eager's tensor does not use all its memory (a slice of something larger): it has to be copied into
+        place.
     """
 
     permutation: Permutation

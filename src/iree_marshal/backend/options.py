@@ -20,7 +20,8 @@ class Options:
     verify : {"first", "never", "always"}
         Which calls of a compiled graph are compared with eager. Wrong code out of a clean compile has been seen.
     fallback : bool
-        Whether a graph that IREE cannot compile, load, run or get right runs eager, with one warning. ``False``: raises.
+        Whether a graph that IREE cannot compile, load, run or get right runs eager, with one warning. ``False``:
+        raises.
     flags : tuple of str
         More flags for ``iree-compile``.
     storage : bool or None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Sizes that are known only at the call: where each symbol is read from, and one Python function that computes them all."""
+"""Sizes that are known only at the call, computed by one function from where their symbols are read."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 """`iree-compile` in a child process: flags for a device, and one program in, one module out.
 
 The compiler runs outside our process because it can crash (floor division of int8 does) and because many of its flags
-exist only on its command line. It is found through ``iree.compiler``, which the extra ``iree_marshal[compile]`` installs.
+exist only on its command line. It is found through ``iree.compiler``, which the extra ``iree_marshal[compile]``
+installs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def compiler_version() -> str:
 def host_cpu() -> str:
     """Return a digest of what ``--iree-llvmcpu-target-cpu=host`` resolves to on this machine.
 
-    A home directory, and so a cache, may be shared by machines of different kinds; code for one can be illegal on another.
+    A home directory, and so a cache, may be shared by machines of different kinds; code for one can be illegal on
+    another.
     """
     text = platform.machine() + platform.processor()
     try:
@@ -103,7 +105,8 @@ def cuda_target(major: int, minor: int) -> str:
     """
     capability = 10 * major + minor
     candidates = [target for target in _CUDA_TARGETS if target <= capability]
-    probe = "func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {\n  %y = math.sqrt %x : tensor<4xf32>\n  return %y : tensor<4xf32>\n}\n"
+    body = "%y = math.sqrt %x : tensor<4xf32>\nreturn %y : tensor<4xf32>"
+    probe = f"func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {{\n{body}\n}}\n"
     for target in candidates:
         command = [
             str(compiler_path()),
@@ -140,8 +143,8 @@ def flags_for(device: torch.device) -> tuple[str, ...]:
         For a device type that has no target here.
     """
     # The default turns every f64 into f32, arguments and results too: a float64 tensor would come in mislabelled.
-    # Without im2col, IREE 3.13 compiles chains of convolutions on CUDA into wrong code, and slower code (ResNet-50 2.7 to
-    # 3.6 times on an H200; 7 times on two CPU cores, 870 ms against 125).
+    # Without im2col, IREE 3.13 compiles chains of convolutions on CUDA into wrong code, and slower code (ResNet-50 2.7
+    # to 3.6 times on an H200; 7 times on two CPU cores, 870 ms against 125).
     common = (
         "--iree-input-type=torch",
         "--iree-input-demote-f64-to-f32=false",

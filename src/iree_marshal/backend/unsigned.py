@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 """uint8 arithmetic, done in int32.
 
-IREE 3.13 compiles uint8 as signless bytes and then divides, compares with constants, sums and sorts them as signed ones:
-`x > 200` is wrong for 73 of 256 values. What computes with uint8 is therefore computed in int32 and cut back to eight bits,
-which is the same arithmetic modulo 256. What only moves bytes is left alone.
+IREE 3.13 compiles uint8 as signless bytes and then divides, compares with constants, sums and sorts them as signed
+ones: `x > 200` is wrong for 73 of 256 values. What computes with uint8 is therefore computed in int32 and cut back to
+eight bits, which is the same arithmetic modulo 256. What only moves bytes is left alone.
 """
 
 from __future__ import annotations

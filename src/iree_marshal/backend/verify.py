@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Is what a compiled graph returned what eager returns?
+"""Compares what a compiled graph returned with what eager returns.
 
-A clean compile and a clean run prove little: IREE 3.13 turns ResNet-50 on CUDA into a program that is off by 75 % unless
-one flag is set. So the first call of every compiled graph is compared with the graph run eager on the same inputs.
+A clean compile and a clean run prove little: IREE 3.13 turns ResNet-50 on CUDA into a program that is off by 75 %
+unless one flag is set. So the first call of every compiled graph is compared with the graph run eager on the same
+inputs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _ARBITER_FACTOR = 3.0
 # Operators that add up products of their operands: their rounding goes by what they add, not by what is left of it.
 _SUMS = frozenset(
     {
-        "_adaptive_avg_pool2d", "addmm", "avg_pool2d", "baddbmm", "bmm", "convolution", "convolution_backward", "cumsum",
-        "mean", "mm", "sum", "var_mean",
+        "_adaptive_avg_pool2d", "addmm", "avg_pool2d", "baddbmm", "bmm", "convolution", "convolution_backward",
+        "cumsum", "mean", "mm", "sum", "var_mean",
     }
 )  # fmt: skip
 # More than this is not copied for the first call, only summed up.
@@ -135,9 +136,9 @@ class _InDouble(Interpreter):
     graph : GraphModule
         The graph.
     noise : torch.Generator, optional
-        When given, every intermediate value is moved by one unit in the last place of the dtype it really has, up or down
-        at random; sums by one unit of the sum of their terms' magnitudes. That is what another order of the same operations
-        may do to it.
+        When given, every intermediate value is moved by one unit in the last place of the dtype it really has, up or
+        down at random; sums by one unit of the sum of their terms' magnitudes. That is what another order of the same
+        operations may do to it.
     """
 
     def __init__(self, graph: GraphModule, noise: torch.Generator | None = None) -> None:
@@ -193,9 +194,9 @@ def acquit(
 ) -> list[Mismatch]:
     """Let float64 decide about errors that are too large: results that cancel are noise in eager as well.
 
-    The gradient of a bias in front of a batch norm is zero on paper and 1e-7 in float32, of either sign, in eager too. A
-    result is right when it is at most three times as far from float64 as eager's own, or as what rounding noise in every
-    step makes of it.
+    The gradient of a bias in front of a batch norm is zero on paper and 1e-7 in float32, of either sign, in eager too.
+    A result is right when it is at most three times as far from float64 as eager's own, or as what rounding noise in
+    every step makes of it.
 
     Parameters
     ----------
