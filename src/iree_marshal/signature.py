@@ -3,7 +3,7 @@
 
 IREE's compiler writes one line per exported function into its reflection::
 
-    sync func @main(%x: tensor<?x4xf32>, %n: i32, %s: !hal.buffer {iree.abi.output = 0 : index}) -> (%y: tensor<?x4xf32>)
+    sync func @main(%x: tensor<?xf32>, %n: i32, %s: !hal.buffer {iree.abi.output = 0 : index}) -> (%y: tensor<?xf32>)
 
 Names come from the program and are written as they are, spaces, colons and parentheses included, so a name ends where
 what follows reads as ``: type``, not at a fixed character.
@@ -125,6 +125,16 @@ class ScalarType:
     def floating(self) -> bool:
         """Whether IREE takes it as a floating-point number."""
         return self.kind in _FLOAT_KINDS
+
+    @property
+    def integers(self) -> tuple[int, int] | None:
+        """Lowest and highest value of an integer kind, `None` for others."""
+        return _INTEGER_RANGES.get(self.kind)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number of a floating kind."""
+        return _FLOAT_KINDS[self.kind][1]
 
     def convert(self, value: Any) -> int | float:
         """Return the number that is passed for `value`.
@@ -544,7 +554,4 @@ def _is_scalar(kind: str) -> bool:
         return True
     if kind.startswith("f") and len(kind) > 1 and kind[1].isdigit():
         return kind[1:].isdigit() or kind in _DTYPES or "E" in kind
-    for prefix in ("si", "ui", "i"):
-        if kind.startswith(prefix) and kind[len(prefix) :].isdigit():
-            return True
-    return False
+    return any(kind.startswith(prefix) and kind[len(prefix) :].isdigit() for prefix in ("si", "ui", "i"))

@@ -23,6 +23,16 @@ typedef _Bool (*im_torch_tensor_bit_fn_t)(const void *tensor);
 /* c10::TensorImpl::requires_grad() const: takes the TensorImpl itself. */
 typedef _Bool (*im_torch_impl_bit_fn_t)(const void *tensor_impl);
 typedef _Bool (*im_torch_flag_fn_t)(void);
+/* A tensor on part of another one's storage; the handle given out is deleted with
+ * im_torch_delete_fn_t. Sizes, strides and offset in elements. */
+typedef int32_t (*im_torch_reinterpret_fn_t)(void *tensor, int64_t rank,
+                                             const int64_t *sizes,
+                                             const int64_t *strides,
+                                             int64_t offset, void **out);
+typedef int32_t (*im_torch_delete_fn_t)(void *tensor);
+/* THPVariable_Wrap of libtorch_python: a new reference to the Python object of a
+ * tensor, or NULL with a Python error set. */
+typedef void *(*im_torch_wrap_fn_t)(const void *tensor);
 
 /* Where the at::Tensor may lie in a Python torch.Tensor: right behind the object
  * head, or one word later (an owned/borrowed tag comes first). Which of the two

@@ -14,3 +14,8 @@ cdef extern from "torch_native.h" nogil:
     ctypedef bint (*im_torch_flag_fn_t)() noexcept nogil
     const int IM_TORCH_TENSOR_OFFSET
     const int IM_TORCH_TENSOR_OFFSET_TAGGED
+    ctypedef int32_t (*im_torch_reinterpret_fn_t)(
+        void* tensor, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset, void** out
+    ) noexcept nogil
+    ctypedef int32_t (*im_torch_delete_fn_t)(void* tensor) noexcept nogil
+    ctypedef void* (*im_torch_wrap_fn_t)(const void* tensor) except NULL
