@@ -37,19 +37,21 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def _finish(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert "right" in output
-    return output
+def _finish(*processes: subprocess.Popen[str]) -> list[str]:
+    # All of them are waited for before one is judged: none may outlive a failed test.
+    ended = [(process.communicate(timeout=240), process.returncode) for process in processes]
+    for (output, errors), status in ended:
+        assert status == 0, errors
+        assert "right" in output
+    return [output for (output, _), _ in ended]
 
 
 def test_two_processes_at_once_compile_once_and_a_third_not_at_all(tmp_path: Path) -> None:
-    outputs = [_finish(process) for process in [_start(tmp_path), _start(tmp_path)]]
+    outputs = _finish(_start(tmp_path), _start(tmp_path))
     assert sorted(output.count(": compiled") for output in outputs) == [0, 1]
     assert sum(output.count(": found in the cache") for output in outputs) == 1
     assert len(list(tmp_path.glob("*.vmfb"))) == 1
-    later = _finish(_start(tmp_path))
+    (later,) = _finish(_start(tmp_path))
     assert ": compiled" not in later
     assert "iree-compile" not in later
 

@@ -282,3 +282,15 @@ def test_storage_results_are_written_where_torch_allocated_them(graphs: Graphs) 
     first, second = run(x)[0], run(x + 1)[0]
     assert_same(first, x * 2)
     assert_same(second, (x + 1) * 2)
+
+
+def test_a_constant_that_is_updated_is_the_same_in_every_call() -> None:
+    table = torch.zeros(16, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[0.0] * 8] * 16).index_put((_ROWS,), x) + table.sum()
+
+    run = compile_(function)
+    for value in (1.0, 2.0, 3.0):
+        x = torch.full((2, 8), value)
+        assert_same(run(x), function(x))

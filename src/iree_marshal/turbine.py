@@ -45,7 +45,8 @@ _per_thread = threading.local()
 # Operators whose first operand IREE updates in place, and those that hand their operand on, in the torch dialect.
 _UPDATE = re.compile(
     r"%\S+ = torch\.aten\.(?:_?index_put\w*|_unsafe_index_put"
-    r"|(?:select_|slice_|masked_|as_strided_|diagonal_)?scatter\w*|index_(?:add|copy|fill|reduce)|put|sort|topk)(?:\.\w+)* (%\w+)"
+    r"|(?:select_|slice_|masked_|as_strided_|diagonal_)?scatter\w*"
+    r"|index_(?:add|copy|fill|reduce)|put|sort|topk)(?:\.\w+)* (%\w+)"
 )
 _HANDS_ON = re.compile(
     r"(%\w+) = torch\.aten\.(?:view|reshape|_unsafe_view|_reshape_alias|squeeze|unsqueeze|slice|select|alias|detach"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from iree_marshal.backend.graphs import Output, Plan
+from iree_marshal.backend.graphs import Argument, Output, Plan
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.runner import Invoke
 from iree_marshal.backend.verify import Snapshot, acquit, compare
@@ -74,6 +74,8 @@ class CompiledGraph:
         self._checked = options.verify == "never" and storage
         # Only results that IREE allocates can turn out to be an argument's memory or each other's.
         self._storage = storage
+        # The executor itself makes one allocation for results of static sizes.
+        self._allocates = storage and any(result.shape_slots is not None for result in plan.results)
         self._copied: tuple[int, ...] = ()
         self._gather = _gatherer(plan)
 
@@ -96,15 +98,17 @@ class CompiledGraph:
     def _run(self, args: list[Any]) -> list[Any]:
         plan = self.plan
         sizes = () if plan.evaluate is None else plan.evaluate(args)
-        tensors = list(self._invoke(self._gather(args), self._allocate(sizes)))
+        gathered = self._gather(args)
+        if self._allocates:
+            tensors = list(self._invoke(gathered, self._allocate(sizes)))
+        else:
+            tensors = list(self._invoke(gathered))
         for place in self._copied:
             tensors[place] = tensors[place].clone()
         return self._finish(args, tensors, sizes)
 
-    def _allocate(self, sizes: Sequence[Any]) -> list[torch.Tensor] | None:
-        """Return memory for the results of one call, where the program wants it from its caller."""
-        if not self._storage:
-            return None
+    def _allocate(self, sizes: Sequence[Any]) -> list[torch.Tensor]:
+        """Return memory for the results of one call, whose sizes only this call knows."""
         device = self.plan.device
         return [
             torch.empty(
@@ -177,7 +181,7 @@ class CompiledGraph:
         gathered = self._gather(args)
         taken = [_extent(value) for value in gathered if isinstance(value, torch.Tensor)]
         copied = []
-        for place, tensor in enumerate(self._invoke(gathered, None)):
+        for place, tensor in enumerate(self._invoke(gathered)):
             # Results of one call are parts of one allocation, and a result may be part of an argument: bytes count.
             start, end = _extent(tensor)
             if any(start < other_end and other_start < end for other_start, other_end in taken):
@@ -209,16 +213,16 @@ def _output(output: Output, args: Sequence[Any], tensors: Sequence[torch.Tensor]
 
 
 def _gatherer(plan: Plan) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return the function from a call's arguments to the program's."""
-    arguments = plan.arguments
+    """Return the function from a call's arguments to the program's, without the constants, which are fixed."""
+    arguments = [argument for argument in plan.arguments if not argument.fixed]
     if all(argument.source == place for place, argument in enumerate(arguments)) and not any(
         argument.permutation or argument.item or argument.copied for argument in arguments
     ):
         count = len(arguments)
         return lambda args: args if len(args) == count else args[:count]
 
-    def one(args: Sequence[Any], argument: Any) -> Any:
-        value = argument.constant if argument.source is None else args[argument.source]
+    def one(args: Sequence[Any], argument: Argument) -> Any:
+        value: Any = argument.constant if argument.source is None else args[argument.source]
         if argument.permutation is not None:
             value = value.permute(argument.permutation)
         if argument.copied:

@@ -65,6 +65,11 @@ class Argument:
     item: bool = False
     copied: bool = False
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it is the same in every call: a constant that the program leaves alone."""
+        return self.constant is not None and not self.copied
+
 
 @dataclass(frozen=True)
 class Result:

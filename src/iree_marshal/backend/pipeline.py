@@ -145,11 +145,16 @@ def load_plan(plan: Plan, storage: bool, options: Options) -> runner.Invoke:
         The importer, the compiler or the runtime refuses it.
     """
     signature = signature_of(plan, storage=storage)
+    fixed = {
+        place: argument.constant
+        for place, argument in enumerate(plan.arguments)
+        if argument.fixed and argument.constant is not None
+    }
     loaded: list[runner.Invoke] = []
 
     def check(module: bytes) -> None:
         try:
-            loaded[:] = [runner.load(module, FUNCTION, plan.device, signature)]
+            loaded[:] = [runner.load(module, FUNCTION, plan.device, signature, fixed=fixed)]
         except Exception as error:
             raise CompileError(f"{plan.name}: the compiled module does not load: {error}") from error
 

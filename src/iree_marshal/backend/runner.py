@@ -3,19 +3,44 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 import iree_marshal
 
-# Arguments, and the tensors that receive the results where the program writes into storage arguments.
-Invoke = Callable[[Sequence[Any], Sequence[torch.Tensor] | None], Sequence[torch.Tensor]]
+
+class Invoke(Protocol):
+    """A loaded program."""
+
+    def __call__(
+        self, arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None = None, /
+    ) -> Sequence[torch.Tensor]:
+        """Run the program.
+
+        Parameters
+        ----------
+        arguments : sequence
+            Its arguments, without those that were fixed.
+        storage : sequence of Tensor, optional
+            One per result, where the program writes its results into memory of the caller and this caller brings its
+            own; without it, one allocation is made for all of them.
+
+        Returns
+        -------
+        sequence of Tensor
+            The results.
+        """
 
 
-def load(module: bytes, function: str, device: torch.device, signature: str) -> Invoke:
+def load(
+    module: bytes,
+    function: str,
+    device: torch.device,
+    signature: str,
+    fixed: Mapping[int, torch.Tensor] | None = None,
+) -> Invoke:
     """Load a module on the HAL device of a torch device.
 
     Parameters
@@ -28,25 +53,22 @@ def load(module: bytes, function: str, device: torch.device, signature: str) -> 
         Where its arguments live.
     signature : str
         Of the function, in the grammar of ``iree.abi.declaration``.
+    fixed : mapping of int to Tensor, optional
+        Arguments that are the same in every call, by their index; they are imported once.
 
     Returns
     -------
     callable
-        Takes the function's arguments as one sequence, returns its results as a sequence of tensors.
+        See :class:`Invoke`.
     """
-    runtime: Any = importlib.import_module("iree.runtime")
-    hal_device = iree_marshal.hal_device(device)
-    instance = runtime.VmInstance()
-    hal = runtime.create_hal_module(instance, hal_device)
-    program = runtime.VmModule.copy_buffer(instance, module)
-    context = runtime.VmContext(instance, [hal, program])
-    entry = program.lookup_function(function)
+    executor = iree_marshal.Executor.load(module, function, device=device, signature=signature)
+    if fixed:
+        executor.bind(fixed)
+    declared = executor.signature
+    single = declared is not None and len(declared.results) == 1
 
-    def invoke(arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
-        results = runtime.VmVariantList(8)
-        passed = arguments if storage is None else [*arguments, *storage]
-        context.invoke(entry, iree_marshal.to_variant_list(passed, device=device), results)
-        returned: Sequence[torch.Tensor] = iree_marshal.from_variant_list(results)
-        return returned if storage is None else storage
+    def invoke(arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None = None, /) -> Sequence[torch.Tensor]:
+        returned: Any = executor(*arguments) if storage is None else executor(*arguments, out=storage)
+        return (returned,) if single else returned
 
     return invoke
