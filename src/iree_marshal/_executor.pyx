@@ -40,6 +40,8 @@ from iree_marshal._tensors cimport (
     TensorView,
     grad_mode_enabled,
     is_plain_tensor,
+    is_unchanged,
+    lies_at,
     read_admitted,
     read_clean,
     require_reader,
@@ -293,8 +295,6 @@ cdef class NativeEngine:
         cdef Known* known
         cdef PyObject* item
         cdef PyObject* last
-        cdef TensorView view
-        cdef TensorView again
         cdef bint fast = self.copy is not True
         for place in range(binding.input_count):
             position = binding.inputs[place]
@@ -303,20 +303,7 @@ cdef class NativeEngine:
             if slot.kind <= SLOT_TENSOR:
                 known = &frame.known[position]
                 last = known.tensor
-                if (
-                    last != NULL
-                    and is_plain_tensor(item)
-                    and read_clean(item, grad_mode, &view) == READ_CLEAN
-                    and is_known(known, &view)
-                    and view.device_type == self.device.torch_type
-                    and view.device_index == self.device.torch_index
-                    # Another tensor there shares the memory as long as the known one has not let go of it.
-                    and (
-                        item == last
-                        or (read_clean(last, False, &again) == READ_CLEAN and again.data == view.data
-                            and again.nbytes >= view.nbytes)
-                    )
-                ):
+                if last != NULL and self._is_same(known, last, item, grad_mode):
                     continue
             elif self._put_number(slot, &variants[position], <object>item):
                 continue
@@ -325,6 +312,22 @@ cdef class NativeEngine:
         if missed == 0:
             return 0
         return self._import_missed(frame, args, grad_mode, missed, fast)
+
+    cdef bint _is_same(self, const Known* known, PyObject* last, PyObject* item, bint grad_mode) noexcept nogil:
+        """Whether the argument lies where the last one of this position lies, with its dtype and shape."""
+        cdef TensorView view
+        if item == last:
+            return is_unchanged(item, grad_mode, known.data, known.element_type, known.rank, known.dims)
+        # Another tensor on the same memory, which stays as long as the known one has not let go of it.
+        return (
+            is_plain_tensor(item)
+            and lies_at(item, known.data)
+            and read_clean(item, grad_mode, &view) == READ_CLEAN
+            and is_known(known, &view)
+            and view.device_type == self.device.torch_type
+            and view.device_index == self.device.torch_index
+            and is_unchanged(last, False, known.data, known.element_type, known.rank, known.dims)
+        )
 
     cdef bint _put_number(self, const Slot* slot, im_vm_variant_t* variant, object value):
         """Write a number that is clearly right; whether it was."""
@@ -513,7 +516,6 @@ cdef class NativeEngine:
         cdef Py_ssize_t index, position
         cdef Binding binding = frame.binding
         cdef Known* known
-        cdef TensorView view
         cdef PyObject* item
         cdef list outputs = list(given) if self.all_stored else [
             given[result] for result in sorted(self.signature.storage)
@@ -524,11 +526,8 @@ cdef class NativeEngine:
             position = binding.storage[index]
             known = &frame.known[position]
             item = <PyObject*>outputs[index]
-            if (
-                item == known.tensor
-                and is_plain_tensor(item)
-                and read_clean(item, grad_mode, &view) == READ_CLEAN
-                and is_known(known, &view)
+            if item == known.tensor and is_unchanged(
+                item, grad_mode, known.data, known.element_type, known.rank, known.dims
             ):
                 continue
             missed.append(index)

@@ -22,6 +22,10 @@ cdef enum Reading:
 
 
 cdef Reading read_clean(PyObject* tensor, bint grad_mode, TensorView* view) noexcept nogil
+cdef bint is_unchanged(
+    PyObject* tensor, bint grad_mode, void* data, uint32_t element_type, int64_t rank, const int64_t* sizes
+) noexcept nogil
+cdef bint lies_at(PyObject* tensor, void* data) noexcept nogil
 cdef int read_admitted(object tensor, TensorView* view) except -1
 cdef bint is_plain_tensor(PyObject* value) noexcept nogil
 cdef bint grad_mode_enabled() except -1

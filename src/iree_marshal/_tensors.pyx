@@ -45,6 +45,7 @@ from iree_marshal import element_types
 cdef enum:
     ALIGNMENT = 64
     MOST_DTYPES = 128
+    COMPLEX = 0x23  # top byte of a HAL element type
 
 cdef struct Shim:
     im_torch_int32_fn_t layout
@@ -153,6 +154,54 @@ cdef Reading read_clean(PyObject* tensor, bint grad_mode, TensorView* view) noex
     if grad_mode and _shim.requires_grad((<void**>handle)[0]):
         return READ_UNCLEAR
     return READ_CLEAN
+
+
+cdef bint is_unchanged(
+    PyObject* tensor, bint grad_mode, void* data, uint32_t element_type, int64_t rank, const int64_t* sizes
+) noexcept nogil:
+    """Whether a tensor object that `read_clean` has read before would be read the same again.
+
+    Leaves out what cannot change in a living object without changing the pointer: the layout and the device.
+    """
+    cdef void* handle = <char*>tensor + _tensor_at
+    cdef void* address
+    cdef int32_t dtype
+    cdef int64_t* found
+    cdef int64_t* strides
+    cdef int64_t now, dim, storage_bytes, storage_offset, count = 1
+    if not _reader_on or _shim.data(handle, &address) != 0 or address != data:
+        return False
+    if _shim.dtype(handle, &dtype) != 0 or _element_types[dtype] != element_type:
+        return False
+    if _shim.rank(handle, &now) != 0 or now != rank:
+        return False
+    if _shim.sizes(handle, &found) != 0 or _shim.strides(handle, &strides) != 0:
+        return False
+    dim = rank
+    while dim > 0:
+        dim -= 1
+        if found[dim] != sizes[dim]:
+            return False
+        if sizes[dim] != 1:
+            if strides[dim] != count and count != 0 and sizes[dim] != 0:
+                return False
+            count *= sizes[dim]
+    if count != 0 and (
+        _shim.storage_bytes(handle, &storage_bytes) != 0
+        or _shim.storage_offset(handle, &storage_offset) != 0
+        or (storage_offset + count) * _item_sizes[dtype] > storage_bytes
+    ):
+        return False
+    # Every dtype may be seen through a negative view, only complex ones through a conjugate one.
+    if _shim.is_negative(handle) or (element_type >> 24 == COMPLEX and _shim.is_conjugate(handle)):
+        return False
+    return not (grad_mode and _shim.requires_grad((<void**>handle)[0]))
+
+
+cdef bint lies_at(PyObject* tensor, void* data) noexcept nogil:
+    """Whether a plain tensor's data pointer is this one; a quick look before `read_clean`."""
+    cdef void* address
+    return _reader_on and _shim.data(<char*>tensor + _tensor_at, &address) == 0 and address == data
 
 
 # ---- reading a tensor that values.admit has passed --------------------------------------------
