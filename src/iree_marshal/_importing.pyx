@@ -82,6 +82,14 @@ def refuse_import_after(int64_t imports):
     _refusal_countdown = imports
 
 
+# The process-wide devices that tensors were found on, by `device_key`.
+cdef dict _defaults = {}
+
+
+cdef inline Py_ssize_t device_key(int torch_type, int torch_index) noexcept:
+    return torch_type * 1024 + torch_index
+
+
 cdef class Import:
     """One call of `to_variant_list`: what all of its elements share."""
 
@@ -95,7 +103,17 @@ cdef class Import:
         """The first tensor decides where the call did not say."""
         self.torch_device = torch_device
         self.device = native_device(devices.hal_device(torch_device))
+        _defaults[device_key(self.device.torch_type, self.device.torch_index)] = self.device
         return 0
+
+    cdef bint is_at_home(self, const TensorView* view) except -1:
+        """Whether a clean tensor is on the device of this call; the first one decides it."""
+        if self.device is None:
+            self.device = _defaults.get(device_key(view.device_type, view.device_index))
+            if self.device is None:
+                return False
+            self.torch_device = self.device.torch_device
+        return view.device_type == self.device.torch_type and view.device_index == self.device.torch_index
 
     cdef object convert(self, object sequence, tuple path):
         """A new variant list of `sequence` (a list or tuple); `path` leads to it from the outermost one."""
@@ -119,9 +137,7 @@ cdef class Import:
                     self.copy is not True
                     and is_plain_tensor(item)
                     and read_clean(item, self.grad_mode, &view) == READ_CLEAN
-                    and self.device is not None
-                    and view.device_type == self.device.torch_type
-                    and view.device_index == self.device.torch_index
+                    and self.is_at_home(&view)
                 ):
                     if batch == NULL:
                         batch = begin_batch(self.device.account, count, count * VIEW_BYTES)

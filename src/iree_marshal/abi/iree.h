@@ -168,6 +168,14 @@ IM_ASSERT_OFFSET(im_hal_buffer_t, byte_offset, 32);
 IM_ASSERT_OFFSET(im_hal_buffer_t, byte_length, 40);
 IM_ASSERT_OFFSET(im_hal_buffer_t, placement_device, 48);
 
+/* Where the fields that are not used lie from 3.4 on (3.1 to 3.3 differ): they tell the
+ * layouts apart. */
+enum im_hal_buffer_tail_e {
+  IM_HAL_BUFFER_MEMORY_TYPE_AT = 84,
+  IM_HAL_BUFFER_ALLOWED_USAGE_AT = 88,
+  IM_HAL_BUFFER_ALLOWED_ACCESS_AT = 92,
+};
+
 /* A foreign release goes through RECYCLE once the count has reached zero, never
  * through DESTROY: pooled buffers go back to their pool there. */
 enum im_hal_buffer_slot_e {

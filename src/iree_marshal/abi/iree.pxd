@@ -80,6 +80,9 @@ cdef extern from "iree.h" nogil:
         uint64_t byte_length
         im_hal_resource_t* placement_device
 
+    const int IM_HAL_BUFFER_MEMORY_TYPE_AT
+    const int IM_HAL_BUFFER_ALLOWED_USAGE_AT
+    const int IM_HAL_BUFFER_ALLOWED_ACCESS_AT
     const int IM_HAL_BUFFER_SLOT_RECYCLE
     const int IM_HAL_BUFFER_SLOT_DESTROY
     const int IM_HAL_BUFFER_SLOT_MAP_RANGE
