@@ -11,30 +11,28 @@ import time
 import torch
 
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uintptr_t
-from libc.stdlib cimport free, malloc, qsort
+from libc.stdint cimport int64_t
 
-from iree_marshal._importing cimport import_memory, make_view
 from iree_marshal._lifetime cimport Account, Batch, begin_batch, count_imports, end_batch, enter
-from iree_marshal._objects cimport NativeDevice, borrow_list, native_device, ref_types
+from iree_marshal._objects cimport NativeDevice, borrow_list, native_device
 from iree_marshal._slots cimport (
-    SLOT_BUFFER,
     SLOT_FLOAT,
     SLOT_INTEGER,
     SLOT_TENSOR,
-    SLOT_VIEW,
+    VIEW_BYTES,
     Binding,
     Known,
     NativeFrame,
     Slot,
     fits,
+    import_view,
     is_known,
     learn,
     move_variant,
     put_float,
     put_integer,
-    put_reference,
 )
+from iree_marshal._storage cimport ResultStorage
 from iree_marshal._tensors cimport (
     READ_CLEAN,
     TensorView,
@@ -46,46 +44,19 @@ from iree_marshal._tensors cimport (
     read_clean,
     require_reader,
 )
-from iree_marshal._views cimport part_of, require_views
 from iree_marshal.abi.interpreter cimport im_atomic_get
-from iree_marshal.abi.iree cimport (
-    im_hal_buffer_t,
-    im_hal_buffer_view_t,
-    im_vm_variant_t,
-)
+from iree_marshal.abi.iree cimport im_vm_variant_t
 
-from iree_marshal import arguments, element_types, slab, values as admission
-from iree_marshal._exporting import from_variant_list
+from iree_marshal import arguments, values as admission
 from iree_marshal._importing import to_variant_list
-from iree_marshal.calling import Timing, as_returned
+from iree_marshal.calling import Timing
 
 cdef extern from "Python.h":
     # Without the reference that Cython's own declarations would add.
     PyObject* borrow_tuple_item "PyTuple_GET_ITEM"(object sequence, Py_ssize_t index)
 
 cdef enum:
-    VIEW_BYTES = 80       # of a buffer view up to rank 3
     MOST_SPARE_FRAMES = 8
-
-cdef struct Extent:
-    char* start
-    char* end
-
-
-cdef int _by_start(const void* left, const void* right) noexcept nogil:
-    cdef char* a = (<Extent*>left).start
-    cdef char* b = (<Extent*>right).start
-    return (a > b) - (a < b)
-
-
-# Where one result lies in the slab.
-cdef struct Piece:
-    Py_ssize_t position   # of its storage argument
-    Py_ssize_t typed      # index of the slab's alias of this dtype
-    int64_t offset        # in bytes
-    int64_t item_size
-    TensorView view       # sizes point into the engine's own memory; data and device are filled in per call
-    int64_t* strides
 
 
 cdef class NativeEngine:
@@ -103,27 +74,17 @@ cdef class NativeEngine:
     cdef NativeDevice device
     cdef object copy
     cdef bint upload
-    cdef bint reuse_outputs
     cdef bint has_fences
     cdef readonly object last_timing
     cdef public bint timing
-    cdef object layout
+    cdef ResultStorage storage
     cdef Binding binding
     cdef dict bound_values       # position -> what to_variant_list takes for it
     cdef NativeFrame warm        # the frame of the last call, with what is known of it
     cdef list spare              # frames that know nothing
-    cdef Piece* pieces
-    cdef int64_t* piece_dims
-    cdef Py_ssize_t piece_count
-    cdef tuple piece_dtypes
-    cdef Py_ssize_t result_count  # that the signature declares; -1 without one
-    cdef tuple result_places     # result -> index among the storage arguments, or None where IREE allocates
-    cdef bint all_stored         # every result has a storage argument
-    cdef list static_outputs
 
     def __init__(self, program, layout):
         require_reader()
-        require_views()
         self.program = program
         self.signature = program.signature
         self.invoke = program.invoke
@@ -132,67 +93,11 @@ cdef class NativeEngine:
         self.device = native_device(program.hal_device)
         self.copy = program.copy
         self.upload = program.upload
-        self.reuse_outputs = program.reuse_outputs
         self.has_fences = program.fences
-        self.layout = layout
+        self.storage = ResultStorage(program, layout)
         self.bound_values = {}
         self.spare = []
-        self.result_count = -1
-        if self.signature is not None:
-            self.result_count = len(self.signature.results)
-            order = sorted(self.signature.storage)
-            self.result_places = tuple([
-                order.index(result) if result in self.signature.storage else None
-                for result in range(self.result_count)
-            ])
-            self.all_stored = self.result_count > 0 and len(order) == self.result_count
-            self._lay_out()
         self._rebind({})
-
-    def __dealloc__(self):
-        free(self.pieces)
-        free(self.piece_dims)
-
-    cdef int _lay_out(self) except -1:
-        """Take the layout of the slab over into C."""
-        cdef Py_ssize_t ranks = 0, count = 0
-        cdef int64_t* dims
-        cdef int64_t stride
-        cdef Piece* piece
-        if self.layout is None or self.layout.missing or not self.layout.slices:
-            return 0
-        for part in self.layout.slices.values():
-            ranks += len(part.shape)
-        self.pieces = <Piece*>malloc(len(self.layout.slices) * sizeof(Piece))
-        self.piece_dims = <int64_t*>malloc((2 * ranks + 1) * sizeof(int64_t))
-        if self.pieces == NULL or self.piece_dims == NULL:
-            raise MemoryError
-        dims = self.piece_dims
-        dtypes = []
-        for result in sorted(self.layout.slices):
-            part = self.layout.slices[result]
-            if part.dtype not in dtypes:
-                dtypes.append(part.dtype)
-            piece = &self.pieces[count]
-            piece.position = self.signature.storage[result]
-            piece.typed = dtypes.index(part.dtype)
-            piece.offset = part.offset
-            piece.item_size = part.dtype.itemsize
-            piece.view.rank = len(part.shape)
-            piece.view.nbytes = part.nbytes
-            piece.view.element_type = element_types.HAL_OF[part.dtype]
-            piece.view.sizes = dims
-            piece.strides = dims + piece.view.rank
-            stride = 1
-            for dim in reversed(range(len(part.shape))):
-                piece.view.sizes[dim] = part.shape[dim]
-                piece.strides[dim] = stride
-                stride *= max(part.shape[dim], 1)
-            dims += 2 * piece.view.rank
-            count += 1
-        self.piece_count = count
-        self.piece_dtypes = tuple(dtypes)
-        return 0
 
     # ---- fixed arguments ----
 
@@ -370,25 +275,13 @@ cdef class NativeEngine:
                     and view.device_index == self.device.torch_index
                     and fits(slot, &view)
                 ):
-                    self._import_view(frame, batch, item, &view, position)
+                    import_view(self.device, frame, batch, item, &view, position)
                     learn(&frame.known[position], item, &view, frame.known[position].buffer)
                 else:
                     self._import_other(frame, batch, <object>item, position)
         finally:
             end_batch(batch)
         return 1
-
-    cdef int _import_view(
-        self, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
-    ) except -1:
-        """Put a buffer view on the tensor's memory into a position."""
-        cdef im_hal_buffer_t* buffer = import_memory(self.device, batch, tensor, view, (), position)
-        cdef im_hal_buffer_view_t* made = make_view(batch, buffer, view, &frame.native_arguments.host_allocator)
-        # First: what was there before may run Python code when it goes.
-        frame.known[position].tensor = NULL
-        frame.known[position].buffer = buffer
-        put_reference(&frame.native_arguments.storage[position], ref_types.buffer_view, made)
-        return 0
 
     cdef int _import_other(self, NativeFrame frame, Batch* batch, object value, Py_ssize_t position) except -1:
         """Whatever is not plainly right: Python decides what it becomes."""
@@ -402,7 +295,7 @@ cdef class NativeEngine:
         known.nbytes = 0
         if kind == admission.TENSOR:
             read_admitted(payload, &view)
-            self._import_view(frame, batch, <PyObject*>payload, &view, position)
+            import_view(self.device, frame, batch, <PyObject*>payload, &view, position)
             learn(known, NULL, &view, known.buffer)
         elif kind == admission.INT:
             put_integer(variant, payload)
@@ -412,273 +305,6 @@ cdef class NativeEngine:
             held = to_variant_list([payload], self.program.hal_device, self.torch_device, self.copy, False, self.upload)
             move_variant(variant, &borrow_list(held).storage[0])
         return 0
-
-    # ---- storage for results ----
-
-    cdef int _provide(self, NativeFrame frame, object out, bint changed, bint grad_mode) except -1:
-        """Fill the storage positions: from the caller's tensors, the static slab, or a new one."""
-        if out is not None:
-            given = slab.out_tensors(self.signature, out)
-            for result in range(self.result_count):
-                if given[result] is None:
-                    return self._provide_mixed(frame, given, grad_mode)
-            return self._provide_given(frame, given, changed, grad_mode)
-        if frame.binding.storage_count == 0:
-            return 0
-        if not self.reuse_outputs:
-            frame.outputs = self._provide_slab(frame)
-            return 0
-        if self.static_outputs is None:
-            self.static_outputs = list(self._allocate())
-        if frame.kept_outputs is not self.static_outputs:
-            frame.forget(True)
-            self._provide_tensors(frame, self.static_outputs)
-            frame.kept_outputs = self.static_outputs
-            changed = True
-        frame.outputs = self.static_outputs
-        if changed:
-            self._check_overlaps(frame)
-        return 0
-
-    cdef list _allocate(self):
-        """A new slab, as tensors in the order of their results."""
-        tensors = self.layout.allocate()
-        return [tensors[result] for result in sorted(tensors)]
-
-    cdef list _provide_slab(self, NativeFrame frame):
-        """One allocation, imported piece by piece; returns the tensors on it."""
-        cdef Piece* piece
-        cdef Py_ssize_t index
-        cdef char* start
-        cdef TensorView whole
-        cdef TensorView view
-        cdef list outputs = []
-        cdef list typed = []
-        cdef Batch* batch
-        cdef object base
-        cdef int64_t skip
-        if self.piece_count == 0:
-            raise ValueError(f"{self.layout.missing}; pass out=[...] with tensors to write into")
-        base = torch.empty(self.layout.nbytes + slab.SLICE_ALIGNMENT, dtype=torch.uint8, device=self.torch_device)
-        read_admitted(base, &whole)
-        skip = <int64_t>(-<uintptr_t>whole.data % <uintptr_t>256)
-        start = <char*>whole.data + skip
-        for dtype in self.piece_dtypes:
-            typed.append(base if dtype is torch.uint8 else base.view(dtype))
-        frame.transient = True
-        frame.kept_outputs = None
-        batch = begin_batch(self.device.account, self.piece_count, self.piece_count * VIEW_BYTES)
-        try:
-            for index in range(self.piece_count):
-                piece = &self.pieces[index]
-                view = piece.view
-                view.data = start + piece.offset
-                self._import_storage(frame, batch, <PyObject*>base, &view, piece.position)
-                outputs.append(part_of(
-                    typed[piece.typed], view.rank, view.sizes, piece.strides, (skip + piece.offset) // piece.item_size
-                ))
-        finally:
-            end_batch(batch)
-        return outputs
-
-    cdef int _import_storage(
-        self, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
-    ) except -1:
-        cdef im_hal_buffer_t* buffer
-        if frame.binding.slots[position].kind == SLOT_BUFFER:
-            buffer = import_memory(self.device, batch, tensor, view, (), position)
-            frame.known[position].tensor = NULL
-            put_reference(&frame.native_arguments.storage[position], ref_types.buffer, buffer)
-        else:
-            self._import_view(frame, batch, tensor, view, position)
-            buffer = frame.known[position].buffer
-        learn(&frame.known[position], tensor, view, buffer)
-        return 0
-
-    cdef int _provide_tensors(self, NativeFrame frame, object tensors) except -1:
-        """Import one tensor per storage argument; they are known to be right."""
-        cdef Py_ssize_t index
-        cdef TensorView view
-        cdef Batch* batch = begin_batch(
-            self.device.account, frame.binding.storage_count, frame.binding.storage_count * VIEW_BYTES
-        )
-        try:
-            for index in range(frame.binding.storage_count):
-                tensor = tensors[index]
-                read_admitted(tensor, &view)
-                self._import_storage(frame, batch, <PyObject*>tensor, &view, frame.binding.storage[index])
-        finally:
-            end_batch(batch)
-        return 0
-
-    cdef int _provide_given(self, NativeFrame frame, object given, bint changed, bint grad_mode) except -1:
-        """The caller's own tensors, one for each storage argument."""
-        cdef Py_ssize_t index, position
-        cdef Binding binding = frame.binding
-        cdef Known* known
-        cdef PyObject* item
-        cdef list outputs = list(given) if self.all_stored else [
-            given[result] for result in sorted(self.signature.storage)
-        ]
-        cdef list missed = []
-        frame.kept_outputs = None
-        for index in range(binding.storage_count):
-            position = binding.storage[index]
-            known = &frame.known[position]
-            item = <PyObject*>outputs[index]
-            if item == known.tensor and is_unchanged(
-                item, grad_mode, known.data, known.element_type, known.rank, known.dims
-            ):
-                continue
-            missed.append(index)
-        frame.outputs = outputs
-        if missed:
-            self._take_over(frame, outputs, missed)
-        if missed or changed:
-            self._check_overlaps(frame)
-        return 0
-
-    cdef int _take_over(self, NativeFrame frame, list outputs, list missed) except -1:
-        """Check and import those of the caller's tensors that are new."""
-        cdef TensorView view
-        cdef Py_ssize_t position
-        cdef Batch* batch
-        for index in missed:
-            position = frame.binding.storage[<Py_ssize_t>index]
-            slab.check_out(
-                self.signature, frame.binding.slots[position].result, outputs[index], self.torch_device
-            )
-        batch = begin_batch(self.device.account, len(missed), len(missed) * VIEW_BYTES)
-        try:
-            for index in missed:
-                tensor = outputs[index]
-                read_admitted(tensor, &view)
-                self._import_storage(frame, batch, <PyObject*>tensor, &view, frame.binding.storage[<Py_ssize_t>index])
-        finally:
-            end_batch(batch)
-        return 0
-
-    cdef int _provide_mixed(self, NativeFrame frame, object given, bint grad_mode) except -1:
-        """The caller's tensors where there are some, a part of a new slab for every other result."""
-        cdef list outputs
-        order = sorted(self.signature.storage)
-        if all([given[result] is None for result in order]):
-            return self._provide(frame, None, True, grad_mode)
-        outputs = self._allocate()
-        for index, result in enumerate(order):
-            if given[result] is not None:
-                outputs[index] = given[result]
-        frame.kept_outputs = None
-        frame.transient = True
-        frame.outputs = outputs
-        self._take_over(frame, outputs, list(range(len(order))))
-        self._check_overlaps(frame)
-        return 0
-
-    cdef int _check_overlaps(self, NativeFrame frame) except -1:
-        """Refuse storage that overlaps an argument or other storage."""
-        cdef Binding binding = frame.binding
-        cdef Py_ssize_t index, low, high, middle, used = 0
-        cdef Known* known
-        cdef Extent* extents = <Extent*>malloc((binding.storage_count + 1) * sizeof(Extent))
-        cdef bint overlap = False
-        if extents == NULL:
-            raise MemoryError
-        for index in range(binding.storage_count):
-            known = &frame.known[binding.storage[index]]
-            if known.nbytes:
-                extents[used].start = <char*>known.data
-                extents[used].end = <char*>known.data + known.nbytes
-                used += 1
-        qsort(extents, used, sizeof(Extent), _by_start)
-        for index in range(1, used):
-            overlap = overlap or extents[index].start < extents[index - 1].end
-        for index in range(binding.count):
-            known = &frame.known[index]
-            if known.nbytes == 0 or overlap or binding.slots[index].kind >= SLOT_VIEW:
-                continue
-            # The last storage that begins before the argument ends.
-            low, high = 0, used
-            while low < high:
-                middle = (low + high) // 2
-                if extents[middle].start < <char*>known.data + known.nbytes:
-                    low = middle + 1
-                else:
-                    high = middle
-            overlap = low > 0 and extents[low - 1].end > <char*>known.data
-        free(extents)
-        if overlap:
-            self._name_overlap(frame)
-        return 0
-
-    cdef int _name_overlap(self, NativeFrame frame) except -1:
-        """Say which tensors overlap."""
-        cdef Binding binding = frame.binding
-        cdef Py_ssize_t index, position
-        names = []
-        for index, result in enumerate(sorted(self.signature.storage)):
-            names.append((f"out[{result}] ({self.signature.results[result].name})", index))
-        outs = {name: slab.extent(frame.outputs[index]) for name, index in names}
-        inputs = {}
-        for position in range(binding.count):
-            if frame.known[position].nbytes and binding.slots[position].kind < SLOT_VIEW:
-                start = <uintptr_t>frame.known[position].data
-                inputs[arguments.place_of(position, self.program.argument(position))] = (
-                    start, start + frame.known[position].nbytes
-                )
-        slab.check_extents(outs, inputs)
-        return 0
-
-    # ---- results ----
-
-    cdef object _hand_out(self, NativeFrame frame):
-        cdef Py_ssize_t count = <Py_ssize_t>frame.native_results.count
-        cdef list outputs = frame.outputs
-        cdef list results
-        if outputs is None:
-            results = from_variant_list(frame.results, self.program.hal_device, False)
-            frame.drop_results()
-            return as_returned(results)
-        if self.all_stored and (count == 0 or self._all_written(frame)):
-            results = outputs
-        elif count == 0:
-            results = [None if place is None else outputs[place] for place in self.result_places]
-        else:
-            results = from_variant_list(frame.results, self.program.hal_device, False)
-            for result, place in enumerate(self.result_places):
-                if place is not None:
-                    slab.settle_result(self.signature, result, outputs[place], results[result])
-                    results[result] = outputs[place]
-        frame.drop_results()
-        frame.outputs = None
-        return as_returned(results)
-
-    cdef bint _all_written(self, NativeFrame frame) noexcept:
-        """Whether every result that IREE returned is the storage that it was given for it."""
-        cdef Binding binding = frame.binding
-        cdef im_vm_variant_t* variant
-        cdef im_hal_buffer_view_t* view
-        cdef Known* known
-        cdef Py_ssize_t index
-        cdef size_t dim
-        if <Py_ssize_t>frame.native_results.count != binding.storage_count:
-            return False
-        for index in range(binding.storage_count):
-            variant = &frame.native_results.storage[index]
-            known = &frame.known[binding.storage[index]]
-            if variant.type != ref_types.buffer_view or known.rank < 0:
-                return False
-            view = <im_hal_buffer_view_t*>variant.value.ref
-            if (
-                view.buffer.allocated_buffer != known.buffer.allocated_buffer
-                or view.buffer.byte_offset != known.buffer.byte_offset
-                or <int64_t>view.rank != known.rank
-            ):
-                return False
-            for dim in range(view.rank):
-                if view.dims[dim] != known.dims[dim]:
-                    return False
-        return True
 
     # ---- a call ----
 
@@ -693,7 +319,7 @@ cdef class NativeEngine:
         try:
             grad_mode = grad_mode_enabled()
             changed = self._fill(frame, args, grad_mode)
-            self._provide(frame, out, changed, grad_mode)
+            self.storage.provide(frame, out, changed, grad_mode)
             if fences:
                 held = to_variant_list(fences, self.program.hal_device, self.torch_device, None, False, False)
                 for index in range(len(fences)):
@@ -725,7 +351,7 @@ cdef class NativeEngine:
     def collect(self, NativeFrame frame):
         """Hand out the results; the frame must not be used any more."""
         begun = time.perf_counter_ns() if self.timing else 0
-        results = self._hand_out(frame)
+        results = self.storage.hand_out(frame)
         if frame.transient:
             frame.forget(True)
         self._give_back(frame)

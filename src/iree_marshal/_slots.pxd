@@ -2,6 +2,8 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 
+from iree_marshal._lifetime cimport Batch
+from iree_marshal._objects cimport NativeDevice
 from iree_marshal._tensors cimport TensorView
 from iree_marshal.abi.iree cimport im_hal_buffer_t, im_vm_list_t, im_vm_variant_t
 
@@ -10,6 +12,7 @@ cdef enum:
     # Dimensions up to which an argument is recognised; one of a higher rank is imported anew each time.
     KNOWN_RANK = 6
     MOST_DTYPES_OF_A_TYPE = 2
+    VIEW_BYTES = 80  # of a buffer view up to rank 3
 
 
 cdef enum SlotKind:
@@ -86,6 +89,9 @@ cdef void put_reference(im_vm_variant_t* variant, uintptr_t ref_type, void* refe
 cdef void put_integer(im_vm_variant_t* variant, int64_t value) noexcept
 cdef void put_float(im_vm_variant_t* variant, double value) noexcept
 cdef void move_variant(im_vm_variant_t* target, im_vm_variant_t* source) noexcept
+cdef int import_view(
+    NativeDevice device, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
+) except -1
 cdef bint fits(const Slot* slot, const TensorView* view) noexcept nogil
 cdef bint is_known(const Known* known, const TensorView* view) noexcept nogil
 cdef void learn(

@@ -9,13 +9,16 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
-from iree_marshal._objects cimport borrow_list, new_variant_list
+from iree_marshal._importing cimport import_memory, make_view
+from iree_marshal._lifetime cimport Batch
+from iree_marshal._objects cimport NativeDevice, borrow_list, new_variant_list, ref_types
 from iree_marshal._tensors cimport TensorView, read_admitted
 from iree_marshal.abi.iree cimport (
     IM_TYPE_LOW_BITS,
     IM_VALUE_TYPE_F64,
     IM_VALUE_TYPE_I64,
     im_hal_buffer_t,
+    im_hal_buffer_view_t,
     im_ref_drop,
     im_ref_retain,
     im_ref_type_descriptor_t,
@@ -78,6 +81,19 @@ cdef void move_variant(im_vm_variant_t* target, im_vm_variant_t* source) noexcep
     target[0] = source[0]
     memset(source, 0, sizeof(im_vm_variant_t))
     _drop(&old)
+
+
+cdef int import_view(
+    NativeDevice device, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
+) except -1:
+    """Put a buffer view on the tensor's memory into a position."""
+    cdef im_hal_buffer_t* buffer = import_memory(device, batch, tensor, view, (), position)
+    cdef im_hal_buffer_view_t* made = make_view(batch, buffer, view, &frame.native_arguments.host_allocator)
+    # First: what was there before may run Python code when it goes.
+    frame.known[position].tensor = NULL
+    frame.known[position].buffer = buffer
+    put_reference(&frame.native_arguments.storage[position], ref_types.buffer_view, made)
+    return 0
 
 
 # ---- recognising ----------------------------------------------------------------------------
