@@ -114,15 +114,16 @@ compat-%: $(VENV)/.dev $(VENV)/.built .venvs/runtime-%/.ready
 	.venvs/runtime-$*/bin/python -m pytest $(COMPAT_PYTEST) $(PYTEST_ARGS)
 
 # Runtime and compiler of one release (an old runtime loads no program of a newer compiler), over all else of .venv:
-# the .pth file puts .venv's packages, this one included, behind the environment's own.
+# the .pth file puts .venv's packages, this one included, behind the environment's own. It comes last: pip would take
+# what it sees there for installed.
 .PRECIOUS: .venvs/runtime-%/.ready
 .venvs/runtime-%/.ready: $(VENV)/.dev
 	rm -rf $(@D)
 	$(PY) -m venv $(@D)
-	@$(call site_of,$(PY)); $(call site_of,$(@D)/bin/python,own); \
-	    echo "import site; site.addsitedir('$$site')" > "$$own/development.pth"
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 	    iree-base-runtime==$* iree-base-compiler==$*
+	@$(call site_of,$(PY)); $(call site_of,$(@D)/bin/python,own); \
+	    echo "import site; site.addsitedir('$$site')" > "$$own/development.pth"
 	@touch $@
 
 site_of = $(or $(2),site)="$$($(1) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -146,17 +147,27 @@ asan: $(VENV)/.dev ## the suite under AddressSanitizer (gcc)
 	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
 	    $(abspath $(PY)) -m pytest $(COMPAT_PYTEST) $(PYTEST_ARGS)
 
+# The CUDA extension is loaded on machines with a GPU only, and counts there only.
 .PHONY: coverage
 coverage: $(VENV)/.dev ## line coverage, Python (at least 95 %) and Cython (at least 90 %)
 	$(call copy_tree,build/coverage)
 	cd build/coverage && IREE_MARSHAL_LINETRACE=1 $(abspath $(PY)) $(SETUP)
-	cd build/coverage && PYTHONPATH=src $(abspath $(PY)) -m coverage run -m pytest $(PYTEST_ARGS)
-	cd build/coverage && $(abspath $(PY)) -m coverage report --include='*.py' --fail-under=95
-	cd build/coverage && $(abspath $(PY)) -m coverage report --include='*.pyx' --fail-under=90
+	cd build/coverage && rm -f .coverage* && \
+	    PYTHONPATH=src $(abspath $(PY)) -m coverage run -m pytest $(TRACED_PYTEST) $(PYTEST_ARGS)
+	cd build/coverage && $(abspath $(PY)) -m coverage combine -q
+	cd build/coverage && status=0; \
+	    $(abspath $(PY)) -m coverage report --include='*.py' --fail-under=95 || status=1; \
+	    $(abspath $(PY)) -m coverage report --include='*.pyx' --fail-under=90 || status=1; exit $$status
+
+# The distributions are built from the tree itself, not from a copy of it.
+TRACED_PYTEST := --ignore-glob='*/test_packaging*.py'
 
 # --- releases -------------------------------------------------------------------------------------------------------
 
 PYTHONS ?= 3.10 3.11 3.12 3.13
+# On the path, or one of pyenv's.
+find_python = $$(command -v python$(1) || ls -d ~/.pyenv/versions/$(1).*/bin/python$(1) 2>/dev/null | tail -1)
+
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/iree_marshal/__init__.py)
 SDIST = dist/iree_marshal-$(VERSION).tar.gz
 
@@ -168,17 +179,14 @@ sdist: $(VENV)/.dev ## the source distribution, into dist/
 wheel: sdist ## manylinux wheels for every CPython 3.10 to 3.13 found, into wheelhouse/; one is tested
 	@mkdir -p wheelhouse; rm -f wheelhouse/*.whl
 	@for version in $(PYTHONS); do \
-	    python="$$(command -v python$$version || true)"; \
-	    if [ -z "$$python" ] || ! "$$python" -c 'import venv' 2>/dev/null; then \
-	        echo "== CPython $$version: not found, no wheel"; continue; fi; \
-	    echo "== CPython $$version"; \
-	    $(MAKE) --no-print-directory wheel-with-$$version || exit; \
+	    if [ -z "$(call find_python,$$version)" ]; then echo "== CPython $$version: not found, no wheel"; continue; fi; \
+	    echo "== CPython $$version"; $(MAKE) --no-print-directory wheel-with-$$version || exit; \
 	done
 	@ls -l wheelhouse
 	$(MAKE) --no-print-directory wheel-test
 
 wheel-with-%:
-	test -x .venvs/wheel-$*/bin/python || python$* -m venv .venvs/wheel-$*
+	test -x .venvs/wheel-$*/bin/python || "$(call find_python,$*)" -m venv .venvs/wheel-$*
 	.venvs/wheel-$*/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools wheel cython
 	rm -rf build/wheel-$*
 	.venvs/wheel-$*/bin/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
@@ -190,9 +198,9 @@ wheel-with-%:
 wheel-test: $(VENV)/.dev
 	rm -rf .venvs/wheel-test build/wheel-test
 	$(PY) -m venv .venvs/wheel-test
-	@$(call site_of,$(PY)); $(call site_of,.venvs/wheel-test/bin/python,own); echo "$$site" > "$$own/development.pth"
 	.venvs/wheel-test/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-index \
 	    --find-links wheelhouse iree_marshal
+	@$(call site_of,$(PY)); $(call site_of,.venvs/wheel-test/bin/python,own); echo "$$site" > "$$own/development.pth"
 	mkdir -p build/wheel-test && cp -r tests pyproject.toml build/wheel-test/
 	cd build/wheel-test && PATH=$(abspath .venvs/wheel-test/bin) $(abspath .venvs/wheel-test)/bin/python -c \
 	    'import iree_marshal as im, sys; print(im.__file__); sys.exit("wheel-test" not in im.__file__)'
