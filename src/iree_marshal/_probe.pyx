@@ -134,14 +134,12 @@ def layout_table():
         "buffer.allowed_usage": IM_HAL_BUFFER_ALLOWED_USAGE_AT,
         "buffer.allowed_access": IM_HAL_BUFFER_ALLOWED_ACCESS_AT,
         "buffer.slot.recycle": IM_HAL_BUFFER_SLOT_RECYCLE,
-        "buffer.slots": IM_HAL_BUFFER_SLOTS_USED,
         "device.slot.destroy": IM_HAL_DEVICE_SLOT_DESTROY,
         "device.slot.device_allocator": IM_HAL_DEVICE_SLOT_DEVICE_ALLOCATOR,
         "allocator.slot.host_allocator": IM_HAL_ALLOCATOR_SLOT_HOST_ALLOCATOR,
         "allocator.slot.query_compatibility": IM_HAL_ALLOCATOR_SLOT_QUERY_COMPATIBILITY,
         "allocator.slot.import_buffer": IM_HAL_ALLOCATOR_SLOT_IMPORT_BUFFER,
         "allocator.slot.export_buffer": IM_HAL_ALLOCATOR_SLOT_EXPORT_BUFFER,
-        "allocator.slots": IM_HAL_ALLOCATOR_SLOTS_USED,
         "params.usage": <char*>&params.usage - <char*>&params,
         "params.access": <char*>&params.access - <char*>&params,
         "params.type": <char*>&params.type - <char*>&params,
@@ -163,6 +161,11 @@ def layout_table():
         "status.message": <char*>&status.message - <char*>&status,
         "status.message_length": <char*>&status.message_length - <char*>&status,
     }
+
+
+def slots_used():
+    """How many slots at the head of an allocator's and of a buffer's vtable must hold code."""
+    return IM_HAL_ALLOCATOR_SLOTS_USED, IM_HAL_BUFFER_SLOTS_USED
 
 
 # ---- what the runtime calls, counted ------------------------------------------------------
@@ -220,6 +223,11 @@ def allocate(bytes content):
         raise MemoryError
     memcpy(block, <char*>content, len(content))
     return <uintptr_t>block
+
+
+def write(uintptr_t address, bytes content):
+    """Overwrite memory of an object that the self-check made and has read."""
+    memcpy(<void*>address, <char*>content, len(content))
 
 
 def release(uintptr_t block):
