@@ -95,7 +95,8 @@ class _Import:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a compact tensor as a flat tensor of bytes."""
-    flat = tensor.detach().reshape(-1)
+    # Said anew: dimensions of size 0 and 1 may have strides that forbid another look at the bytes.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)
