@@ -165,8 +165,9 @@ TRACED_PYTEST := --ignore-glob='*/test_packaging*.py'
 # --- releases -------------------------------------------------------------------------------------------------------
 
 PYTHONS ?= 3.10 3.11 3.12 3.13
-# On the path, or one of pyenv's.
-find_python = $$(command -v python$(1) || ls -d ~/.pyenv/versions/$(1).*/bin/python$(1) 2>/dev/null | tail -1)
+# The first that runs: on the path (pyenv leaves names there that do not), or one of pyenv's.
+find_python = $$(for python in python$(1) $$(ls -d ~/.pyenv/versions/$(1).*/bin/python$(1) 2>/dev/null); do \
+    $$python -c 'import venv' 2>/dev/null && echo $$python && break; done)
 
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/iree_marshal/__init__.py)
 SDIST = dist/iree_marshal-$(VERSION).tar.gz
