@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 """Whether the runtime in this process has the layouts that the native path is built on.
 
-`prove` runs every proof of `iree_marshal.proofs` on a table of layouts. Reading cannot
+`prove` runs every proof on a table of layouts. Reading cannot
 tell one function of a vtable from another. So for a release that was not tested, or a
 table other than the built-in one, the proofs are first run in a child process, where a
 crash or a wrong answer only means that the table is refused. Does not import torch.
@@ -10,15 +10,20 @@ crash or a wrong answer only means that the table is refused. Does not import to
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import iree.runtime as rt
+
+if TYPE_CHECKING:
+    from iree_marshal.subject import Subject
 
 __all__ = ["TESTED", "Proof", "Report", "prove", "prove_in_child", "read_memory", "runtime_version", "supported"]
 
@@ -73,17 +78,17 @@ class Report:
 
 def read_memory(address: int, nbytes: int) -> bytes:
     """Read this process's own memory; a wild address raises `OSError` instead of crashing."""
-    from iree_marshal import proofs
+    from iree_marshal import subject
 
-    return proofs.read_memory(address, nbytes)
+    return subject.read_memory(address, nbytes)
 
 
 def runtime_version() -> str:
-    """The installed version of iree-base-runtime; empty where it cannot be told."""
-    try:
-        return importlib.metadata.version("iree-base-runtime")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """The version of the iree-base-runtime that is loaded; empty where it cannot be told."""
+    # Beside the package itself, which need not be the one that importlib.metadata would find.
+    for found in Path(rt.__file__).parents[2].glob("iree_base_runtime-*.dist-info"):
+        return found.name.removesuffix(".dist-info").partition("-")[2]
+    return ""
 
 
 def supported() -> str:
@@ -125,7 +130,9 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
     if found and _is_older(found):
         return report(Proof("version", False, f"iree-base-runtime {found}; supported: {supported()}"))
     try:
-        from iree_marshal import _probe, proofs
+        from iree_marshal import _probe, subject
+        from iree_marshal.proofs import READS
+        from iree_marshal.proofs_by_call import CALLS
     except ImportError as error:
         return report(Proof("extension", False, f"cannot be loaded: {error}"))
     built_in = _probe.layout_table()
@@ -134,11 +141,11 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
         return report(Proof("table", False, f"wrong names: {sorted(used.keys() ^ built_in.keys())}"))
     tested = found in TESTED and used == built_in
     try:
-        subject = proofs.Subject(used)
+        examined = subject.Subject(used)
     except Exception as error:
         return report(Proof("objects", False, f"{type(error).__name__}: {error}"))
-    with subject:
-        done += run(subject, proofs.READS)
+    with examined:
+        done += run(examined, READS)
         if not done[-1].ok:
             return report()
         if not tested:
@@ -147,7 +154,7 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
             start += time.perf_counter() - before
             if not trial.ok:
                 return report(dataclasses.replace(trial, name=f"in a child process, {trial.name}"))
-        done += run(subject, proofs.CALLS)
+        done += run(examined, CALLS)
     if done[-1].ok and not tested:
         _log.info(
             "iree-base-runtime %s was not tested with this release of iree_marshal, but passes its self-check: "
@@ -157,17 +164,16 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
     return report()
 
 
-def run(subject: object, steps: Sequence[object]) -> list[Proof]:
+def run(subject: Subject, steps: Sequence[Callable[[Subject], None]]) -> list[Proof]:
     """Run steps up to the first that does not hold."""
-    from iree_marshal import proofs
+    from iree_marshal.subject import Refused
 
     done = []
     for step in steps:
-        assert callable(step)
         name = step.__name__.removeprefix("prove_").replace("_", " ")
         try:
             step(subject)
-        except proofs.Refused as refusal:
+        except Refused as refusal:
             done.append(Proof(name, False, str(refusal)))
             break
         except Exception as error:  # a wild read, or the runtime's own refusal

@@ -16,8 +16,11 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from iree_marshal import proofs, selfcheck
+from iree_marshal import selfcheck
+from iree_marshal.proofs import READS
+from iree_marshal.proofs_by_call import CALLS
 from iree_marshal.selfcheck import Proof
+from iree_marshal.subject import Subject, keep_instance
 
 __all__ = ["main"]
 
@@ -27,10 +30,10 @@ _SECONDS = 5
 def _try(table: Mapping[str, int], output: int) -> NoReturn:
     """In the fork: run all proofs, write the outcome, and leave without cleaning up."""
     signal.alarm(_SECONDS)
-    with proofs.Subject(table) as subject:
-        last = selfcheck.run(subject, proofs.READS)[-1]
+    with Subject(table) as subject:
+        last = selfcheck.run(subject, READS)[-1]
         if last.ok:
-            last = selfcheck.run(subject, proofs.CALLS)[-1]
+            last = selfcheck.run(subject, CALLS)[-1]
     os.write(output, json.dumps(dataclasses.asdict(last)).encode())
     os._exit(0)
 
@@ -59,7 +62,7 @@ def _outcome(table: Mapping[str, int]) -> Proof:
 def main() -> None:
     """Try every table."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    proofs.keep_instance()
+    keep_instance()
     answer = json.dumps([dataclasses.asdict(_outcome(table)) for table in json.load(sys.stdin)])
     # Whatever a wrong call printed went to stdout before; nothing of it is in this buffer.
     sys.stdout.write(answer)
