@@ -16,7 +16,6 @@ from iree_marshal.backend.options import Options
 from iree_marshal.backend.runner import Invoke
 from iree_marshal.backend.verify import Snapshot, acquit, compare
 
-
 # What IREE returns as integers with a sign.
 _WITHOUT_SIGN = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 

@@ -30,9 +30,9 @@ from iree_marshal.backend.toolchain import (
 )
 
 _numbers = itertools.count()
-# Numbers of results for which storage arguments pay on CUDA. Measured on an H200, whole call: 2 results 87 us against 225,
-# 8: 96 against 180, 32: 248 against 359, 100: 731 against 834; one result 74 against 67, and 450 on the far side as well.
-# On the CPU they save nothing (2, 40 and 450 results: the same within 2 %), and cost an import each.
+# Numbers of results for which storage arguments pay on CUDA. Measured on an H200, whole call: 2 results 87 us against
+# 225, 8: 96 against 180, 32: 248 against 359, 100: 731 against 834; one result 74 against 67, and 450 on the far side
+# as well. On the CPU they save nothing (2, 40 and 450 results: the same within 2 %), and cost an import each.
 _STORAGE_RESULTS = range(2, 129)
 
 
