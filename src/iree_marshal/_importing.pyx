@@ -71,6 +71,9 @@ _params.type = IM_HAL_MEMORY_TYPE_DEVICE_LOCAL
 _params.queue_affinity = IM_HAL_QUEUE_AFFINITY_ANY
 _params.min_alignment = 0
 
+# Stands in for the memory of empty tensors on the host; aligned within.
+cdef char[128] _nothing
+
 # For tests: the import that many imports from now asks for a buffer type that no driver
 # knows, so that HAL itself refuses it. -1: never.
 cdef int64_t _refusal_countdown = -1
@@ -198,6 +201,11 @@ cdef im_hal_buffer_t* import_memory(
     external.flags = 0
     external.size = <uint64_t>view.nbytes
     external.handle = <uint64_t>view.data
+    if view.nbytes == 0 and device.torch_type == 0:
+        # IREE's host drivers crash on a dispatch over a buffer of no bytes (iree-base-runtime 3.13.0, also through
+        # from_dlpack_capsule): the view has none, the buffer below it this block, which nobody reads or writes.
+        external.size = 64
+        external.handle = (<uint64_t>&_nothing[0] + 63) & ~<uint64_t>63
     callback.fn = on_input_released
     callback.user_data = owner
     owner.object = tensor

@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -129,7 +129,7 @@ class Executor:
 
         def engine(entry: rt.VmFunction) -> Any:
             program = Program(
-                invoke=context.invoke,
+                invoke=context.invoke if declared is not None else _counted(context),
                 function=entry,
                 hal_device=hal_device,
                 torch_device=torch_device,
@@ -415,6 +415,20 @@ class Executor:
         for engine in self._engines():
             engine.trim()
         memory.trim_device(self._hal_device)
+
+
+def _counted(context: rt.VmContext) -> Callable[[rt.VmFunction, rt.VmVariantList, rt.VmVariantList], None]:
+    """The context's `invoke`, where only IREE knows how many arguments there are: a wrong number is a `TypeError`."""
+
+    def invoke(function: rt.VmFunction, passed: rt.VmVariantList, results: rt.VmVariantList) -> None:
+        try:
+            context.invoke(function, passed, results)
+        except ValueError as error:
+            if "input list and function mismatch" in str(error):
+                raise TypeError(str(error)) from None
+            raise
+
+    return invoke
 
 
 def _engine_class(path: Any) -> Any:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""What the tests of `Executor` share: an executor on either path, and what is alive."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import executor_modules as modules
+import pytest
+import torch
+
+from iree_marshal import _lifetime, paths, portable
+from iree_marshal.executor import Executor
+
+BOTH_PATHS = pytest.mark.parametrize("path", ["native", "portable"])
+
+
+def executor(program: str, *flags: str, path: str = "native", **options: Any) -> Executor:
+    """Load a program, to be called natively or through public calls alone."""
+    module = modules.compiled(program, *flags)
+    if path == "native":
+        made = Executor.load(module, **options)
+        assert type(made._engine).__name__ == "NativeEngine"
+        return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "active", lambda: portable)
+        made = Executor.load(module, **options)
+    assert type(made._engine).__name__ == "PortableEngine"
+    return made
+
+
+def live() -> tuple[int, int, int]:
+    """Tensors held by IREE, buffers held by torch, blocks of import bookkeeping."""
+    gc.collect()
+    counts: tuple[int, int, int] = _lifetime.live_counts()
+    return counts
+
+
+def aligned(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0) -> torch.Tensor:
+    """A tensor of ascending numbers whose memory is aligned as an import needs it."""
+    count = 1
+    for size in shape:
+        count *= size
+    tensor = (torch.arange(count, dtype=torch.float64) + start).to(dtype).reshape(shape)
+    assert tensor.data_ptr() % 64 == 0
+    return tensor
