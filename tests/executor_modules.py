@@ -106,6 +106,8 @@ func.func @main(%a: tensor<16xf32>, %s: !hal.buffer {iree.abi.output = 0 : index
   return %0, %1 : tensor<16xf32>, tensor<16xf32>
 }"""
 
+LARGE_STORAGE = STORAGE_PAIR.replace("16xf32", "1048576xf32")
+
 STORAGE_DYNAMIC = """
 func.func @main(%a: tensor<?xf32>, %s: !hal.buffer {iree.abi.output = 0 : index}) -> tensor<?xf32> {
   %0 = arith.addf %a, %a : tensor<?xf32>

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import resource
 from typing import Any
 
 import executor_modules as modules
@@ -35,6 +37,14 @@ def live() -> tuple[int, int, int]:
     gc.collect()
     counts: tuple[int, int, int] = _lifetime.live_counts()
     return counts
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process, without what its allocator has free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - not a file of bytes on a disk
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def aligned(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0) -> torch.Tensor:

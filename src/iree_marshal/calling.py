@@ -17,6 +17,7 @@ import iree.runtime as rt
 import torch
 
 from iree_marshal import arguments, slab, values
+from iree_marshal.element_types import HAL_OF
 from iree_marshal.signature import Signature, Value
 
 __all__ = ["Frame", "PortableEngine", "Program", "Timing", "as_returned", "wants_buffer"]
@@ -73,10 +74,16 @@ def as_returned(results: list[Any]) -> Any:
 class Frame:
     """What belongs to one call while it runs."""
 
-    def __init__(self, variants: rt.VmVariantList, outputs: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        variants: rt.VmVariantList,
+        outputs: dict[int, torch.Tensor],
+        landings: dict[int, rt.HalBufferView],
+    ) -> None:
         self.arguments = variants
         self.results = rt.VmVariantList(1)
         self.outputs = outputs
+        self.landings = landings
         self.times = [0, 0, 0, 0]
 
 
@@ -152,6 +159,7 @@ class PortableEngine:
             if kind == values.TENSOR:
                 tensors[arguments.place_of(index, expectation)] = payload
         outputs = self._storage(out)
+        landings: dict[int, rt.HalBufferView] = {}
         if outputs and signature is not None:
             slab.check_extents(
                 {
@@ -161,8 +169,11 @@ class PortableEngine:
                 {place: slab.extent(tensor) for place, tensor in tensors.items()},
             )
             for result, tensor in outputs.items():
-                passed[storage[result]] = self._as_storage(storage[result], tensor)
-        frame = Frame(self._import([*passed, *fences]), outputs)
+                landing = self._landing(tensor)
+                buffers = wants_buffer(program.argument(storage[result]))
+                passed[storage[result]] = landing.get_buffer() if buffers else landing
+                landings[result] = landing
+        frame = Frame(self._import([*passed, *fences]), outputs, landings)
         frame.times[0] = time.perf_counter_ns() - begun
         begun = time.perf_counter_ns()
         if program.torch_device.type != "cpu":
@@ -225,21 +236,36 @@ class PortableEngine:
             return self._static | given
         return self._layout.allocate() | given
 
-    def _as_storage(self, index: int, tensor: torch.Tensor) -> Any:
-        view = self._import([tensor]).get_as_object(0, rt.HalBufferView)
-        return view.get_buffer() if wants_buffer(self.program.argument(index)) else view
+    def _landing(self, tensor: torch.Tensor) -> rt.HalBufferView:
+        """Memory of IREE's own that a result is written into, to be copied to the tensor afterwards.
+
+        Memory that comes through DLPack may not be written by all programs: IREE grants it no discarding writes.
+        """
+        on_host = self.program.torch_device.type == "cpu"
+        host = (rt.MemoryType.HOST_VISIBLE, rt.BufferUsage.MAPPING) if on_host else (0, 0)
+        buffer = self.program.hal_device.allocator.allocate_buffer(
+            rt.MemoryType.DEVICE_LOCAL | host[0],
+            rt.BufferUsage.DEFAULT | host[1],
+            max(tensor.numel() * tensor.element_size(), 1),
+        )
+        return rt.HalBufferView(buffer, list(tensor.shape), HAL_OF[tensor.dtype])
 
     def _results(self, frame: Frame) -> list[Any]:
         program = self.program
         signature = program.signature
         if frame.outputs and signature is not None:
-            if len(frame.results) == 0:
+            returned: list[Any]
+            if len(frame.results):
+                returned = program.path.from_variant_list(frame.results, program.hal_device, False)
+            else:
                 # Functions of the torch dialect write into the storage and return nothing.
-                return [frame.outputs[result] for result in range(len(signature.results))]
-            returned = program.path.from_variant_list(frame.results, program.hal_device, False)
+                written = rt.VmVariantList(len(frame.landings))
+                for result in range(len(signature.results)):
+                    written.push_ref(frame.landings[result])
+                returned = program.path.from_variant_list(written, program.hal_device, False)
             for result, tensor in frame.outputs.items():
                 slab.settle_result(signature, result, tensor, returned[result])
                 returned[result] = tensor
-            return list(returned)
+            return returned
         found: list[Any] = program.path.from_variant_list(frame.results, program.hal_device, False)
         return found
