@@ -22,8 +22,7 @@ import os
 import torch
 from iree.runtime import HalBufferView
 
-from libc.stdint cimport int64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 
 from iree_marshal._lifetime cimport (
     Account,
@@ -481,7 +480,9 @@ cdef object _prove_stream(NativeDevice device, Ordering* ordering):
     source = torch.zeros(1 << 16, device=device.torch_device)
     target = torch.zeros(1 << 16, device=device.torch_device)
     try:
-        variants = _importing.to_variant_list([source, target], device.hal_device, device.torch_device, False, True, False)
+        variants = _importing.to_variant_list(
+            [source, target], device.hal_device, device.torch_device, False, True, False
+        )
         torch.cuda.synchronize(device.torch_device)
         torch.cuda._sleep(20_000_000)  # cycles: some 10 ms, long enough for an unordered copy to be early
         source.fill_(7)
@@ -500,7 +501,10 @@ cdef int _copy(NativeDevice device, object variants, int source, int target) exc
     """Copy one buffer to another on IREE's stream and wait for it."""
     done = device.hal_device.create_semaphore(0)
     device.hal_device.queue_copy(
-        variants.get_as_object(source, HalBufferView).get_buffer(), variants.get_as_object(target, HalBufferView).get_buffer(), [], [(done, 1)]
+        variants.get_as_object(source, HalBufferView).get_buffer(),
+        variants.get_as_object(target, HalBufferView).get_buffer(),
+        [],
+        [(done, 1)],
     )
     done.wait(1)
     return 0

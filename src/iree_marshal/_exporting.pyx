@@ -9,8 +9,8 @@ import torch
 from iree.runtime import HalBufferView
 
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free, malloc
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdlib cimport malloc
 from libc.string cimport memcpy
 
 from iree_marshal._lifetime cimport Account, Holding, begin_holding, drop_holding, enter, new_account
@@ -29,7 +29,6 @@ from iree_marshal.abi.dlpack cimport (
     IM_DL_CPU,
     IM_DLPACK_MAJOR,
     im_dl_data_type_t,
-    im_dl_exchange_api_t,
     im_dl_managed_tensor_t,
     im_dl_tensor_t,
 )
@@ -45,7 +44,6 @@ from iree_marshal.abi.iree cimport (
     IM_VALUE_TYPE_I32,
     IM_VALUE_TYPE_I64,
     IM_VALUE_TYPE_NONE,
-    IM_VM_LIST_STORAGE_MODE_VARIANT,
     im_hal_buffer_t,
     im_hal_buffer_view_t,
     im_hal_device_allocator_fn_t,

@@ -349,7 +349,9 @@ cdef object _prove_reader():
     )
     unclear = (
         real.transpose(0, 1), real.reshape(-1)[1:], complex_.conj(), complex_.conj().imag, torch._neg_view(real), leaf,
-        torch.nn.Parameter(torch.zeros(16, device="cpu")), torch.zeros(3, device="meta"), torch.zeros(3, device="cpu").to_sparse(),
+        torch.nn.Parameter(torch.zeros(16, device="cpu")),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, device="cpu").to_sparse(),
         torch._efficientzerotensor((3,), device="cpu"),
     )
     was_on = _reader_on

@@ -29,4 +29,6 @@ cdef extern from "Python.h":
 
 
 cdef extern from "pthread.h" nogil:
-    int pthread_atfork(void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil, void (*child)() noexcept nogil)
+    int pthread_atfork(
+        void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil, void (*child)() noexcept nogil
+    )

@@ -16,7 +16,9 @@ cdef extern from "iree.h" nogil:
 
     const int IM_ALLOCATOR_COMMAND_MALLOC
     const int IM_ALLOCATOR_COMMAND_FREE
-    ctypedef im_status_t (*im_allocator_ctl_fn_t)(void* self, int command, const void* params, void** inout) noexcept nogil
+    ctypedef im_status_t (*im_allocator_ctl_fn_t)(
+        void* self, int command, const void* params, void** inout
+    ) noexcept nogil
 
     ctypedef struct im_host_allocator_t:
         void* self
