@@ -15,7 +15,6 @@ from iree_marshal._lifetime cimport (
     Owner,
     begin_batch,
     carve_view,
-    drop_owner,
     end_batch,
     enter,
     on_input_released,
