@@ -57,7 +57,10 @@ def _path() -> tuple[dict[str, str], list[dict[str, Any]]]:
     with warnings.catch_warnings():
         # The report itself says what the warning would.
         warnings.simplefilter("ignore", RuntimeWarning)
-        status = paths.status()
+        try:
+            status = paths.status()
+        except ValueError as error:
+            status = paths.PathStatus("none", str(error), None)
     report = status.report or selfcheck.prove()
     found = {"active": status.path, "why": status.why, "self-check": f"{report.elapsed_ms:.1f} ms"}
     return found, [dataclasses.asdict(proof) for proof in report.proofs]

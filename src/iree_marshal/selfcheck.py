@@ -34,7 +34,7 @@ _CHILD_SECONDS = 60
 _log = logging.getLogger("iree_marshal")
 
 # The package's own __init__ imports torch, which the child has no use for.
-_CHILD = """
+CHILD = """
 import sys, types
 package = types.ModuleType("iree_marshal")
 package.__path__ = [sys.argv[1]]
@@ -60,7 +60,7 @@ class Report:
 
     proofs: tuple[Proof, ...]
     elapsed_ms: float
-    """In this process; what a child process took comes on top."""
+    """In this process, imports left out; what a child process took comes on top."""
 
     version: str
     """Of iree-base-runtime; empty where it is not installed as a package."""
@@ -135,6 +135,7 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
         from iree_marshal.proofs_by_call import CALLS
     except ImportError as error:
         return report(Proof("extension", False, f"cannot be loaded: {error}"))
+    start = time.perf_counter()
     built_in = _probe.layout_table()
     used = built_in if table is None else table
     if used.keys() != built_in.keys():
@@ -193,7 +194,7 @@ def prove_in_child(tables: Sequence[Mapping[str, int]]) -> list[Proof]:
     """
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _CHILD, str(Path(__file__).parent)],
+            [sys.executable, "-c", CHILD, str(Path(__file__).parent)],
             input=json.dumps([dict(table) for table in tables]),
             capture_output=True,
             text=True,

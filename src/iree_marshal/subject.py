@@ -121,11 +121,11 @@ class Subject:
     def __init__(self, table: Mapping[str, int]) -> None:
         keep_instance()
         self.table = table
-        self.memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         self.code = _runtime_code()
         self.device = rt.get_driver("local-sync").create_default_device()
         self.variants = rt.VmVariantList(5)
         self.views = [self.new_view(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)) for shape in SHAPES]
+        self.memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         # Filled in by the reads.
         self.list_address = 0
         self.allocator = 0
