@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import subprocess
@@ -201,7 +202,8 @@ def test_a_child_that_says_something_else(script: str, monkeypatch: pytest.Monke
 
 def test_the_child_does_not_import_torch() -> None:
     code = selfcheck.CHILD.replace("trial.main()", "assert 'torch' not in sys.modules, 'torch was imported'")
-    subprocess.run([sys.executable, "-c", code, str(Path(selfcheck.__file__).parent)], check=True)
+    arguments = [str(Path(selfcheck.__file__).parent), json.dumps(sys.path)]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
 
 
 # ---- reading -----------------------------------------------------------------------------------------

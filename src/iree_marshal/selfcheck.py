@@ -33,9 +33,10 @@ TESTED = ("3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.8.0", "3.9.0", "3.10.0", "3.11.
 _CHILD_SECONDS = 60
 _log = logging.getLogger("iree_marshal")
 
-# The package's own __init__ imports torch, which the child has no use for.
+# The child finds the same runtime, and leaves out the package's own __init__, which imports torch.
 CHILD = """
-import sys, types
+import json, sys, types
+sys.path[:] = json.loads(sys.argv[2])
 package = types.ModuleType("iree_marshal")
 package.__path__ = [sys.argv[1]]
 sys.modules["iree_marshal"] = package
@@ -194,7 +195,7 @@ def prove_in_child(tables: Sequence[Mapping[str, int]]) -> list[Proof]:
     """
     try:
         child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(Path(__file__).parent)],
+            [sys.executable, "-c", CHILD, str(Path(__file__).parent), json.dumps(sys.path)],
             input=json.dumps([dict(table) for table in tables]),
             capture_output=True,
             text=True,
