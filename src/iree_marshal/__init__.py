@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from iree_marshal.arrays import HalArray
 from iree_marshal.devices import hal_device, register_device
 from iree_marshal.errors import UnsupportedRuntimeError
-from iree_marshal.marshal import from_variant_list, to_variant_list
+from iree_marshal.marshal import from_variant_list, order, record_stream, to_variant_list
+from iree_marshal.memory import memory_stats
 
 if TYPE_CHECKING:
     from iree_marshal.executor import Executor
@@ -28,6 +29,9 @@ __all__ = [
     "__version__",
     "from_variant_list",
     "hal_device",
+    "memory_stats",
+    "order",
+    "record_stream",
     "register_device",
     "to_variant_list",
 ]

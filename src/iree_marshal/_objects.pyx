@@ -190,6 +190,14 @@ def known_devices():
     return list(_native_devices.values())
 
 
+def keep_native(hal_device):
+    """Keep a device alive natively for the rest of the process; False where the native path is not open."""
+    if not _armed:
+        return False
+    im_ref_retain(borrow_device(hal_device))
+    return True
+
+
 def arm(sync_device):
     """Learn the type words and vtables of this process.
 

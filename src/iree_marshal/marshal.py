@@ -11,7 +11,7 @@ import torch
 
 from iree_marshal import devices, paths
 
-__all__ = ["from_variant_list", "to_variant_list"]
+__all__ = ["from_variant_list", "order", "record_stream", "to_variant_list"]
 
 DeviceLike = torch.device | str | rt.HalDevice
 
@@ -135,3 +135,38 @@ def from_variant_list(
     path = paths.active()
     hal_device, _ = _resolve(device)
     return path.from_variant_list(variants, hal_device, as_arrays)
+
+
+def order(device: DeviceLike) -> None:
+    """Make IREE's work wait for what torch's current stream was given so far.
+
+    `to_variant_list` and `Executor` do this themselves. It is for a variant list that is used
+    again after its tensors were written anew.
+
+    Parameters
+    ----------
+    device : torch.device, str or iree.runtime.HalDevice
+        On ``cpu`` there is nothing to do.
+    """
+    path = paths.active()
+    hal_device, torch_device = _resolve(device)
+    if torch_device is not None and torch_device.type != "cpu":
+        path.order(hal_device)
+
+
+def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Say that a result is used on a stream other than the one it will be dropped on.
+
+    IREE gets the memory of a dropped result back once the stream that was current at the
+    drop has passed it. Work on other streams is waited for only where it was named here;
+    like `torch.Tensor.record_stream`, which memory of IREE's does not heed.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        A result; its device tells which IREE device is meant. The stream is waited for
+        with all later drops on that device.
+    stream : torch.cuda.Stream
+    """
+    if tensor.device.type != "cpu":
+        paths.active().record_stream(devices.hal_device(tensor.device), stream.cuda_stream)

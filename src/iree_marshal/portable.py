@@ -21,7 +21,7 @@ from iree_marshal.arrays import HalArray
 from iree_marshal.element_types import HAL_OF, TORCH_OF
 from iree_marshal.errors import where
 
-__all__ = ["from_variant_list", "order", "to_variant_list"]
+__all__ = ["from_variant_list", "order", "record_stream", "to_variant_list"]
 
 _BYTE = HAL_OF[torch.uint8]
 _DLPACK_CPU = 1
@@ -48,6 +48,10 @@ def to_variant_list(
 def order(hal_device: rt.HalDevice) -> None:
     """Wait for torch's current stream on the host: the public API names no stream of IREE's."""
     _synchronize(devices.torch_device_of(hal_device))
+
+
+def record_stream(hal_device: rt.HalDevice, stream: int) -> None:
+    """Nothing to do: results on a GPU are copies in memory of torch's, which has its own `record_stream`."""
 
 
 def _synchronize(device: torch.device) -> None:
