@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -61,6 +62,8 @@ def _outcome(table: Mapping[str, int]) -> Proof:
 
 def main() -> None:
     """Try every table."""
+    # Newer interpreters warn of a fork beside threads (numpy's, which no proof uses).
+    warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     keep_instance()
     answer = json.dumps([dataclasses.asdict(_outcome(table)) for table in json.load(sys.stdin)])
