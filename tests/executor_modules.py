@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import sysconfig
-from pathlib import Path
+from modules import compile_module
 
 FENCES = "--iree-execution-model=async-external"
 WIDE = "--iree-input-demote-f64-to-f32=false"
@@ -38,7 +35,10 @@ func.func @main(%a: tensor<4xf32> {iree.abi.name = "x"}, %b: tensor<2x?xi32> {ir
 NOTHING = "func.func @main() { return }"
 NO_RESULT = "func.func @main(%a: tensor<4xf32>) { return }"
 
-TWICE = "func.func @main(%a: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) { return %a, %a : tensor<4xf32>, tensor<4xf32> }"
+TWICE = """
+func.func @main(%a: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
+  return %a, %a : tensor<4xf32>, tensor<4xf32>
+}"""
 
 ODD_SIZES = """
 func.func @main(%a: tensor<5xf32>) -> (tensor<5xf32>, tensor<5x3xf32>) {
@@ -66,7 +66,11 @@ func.func @main(%a: tensor<4xi8>) -> tensor<4xi8> {
   return %0 : tensor<4xi8>
 }"""
 
-SUB_BYTE = "func.func @main(%a: tensor<4xi8>) -> tensor<4xi4> { %0 = arith.trunci %a : tensor<4xi8> to tensor<4xi4> return %0 : tensor<4xi4> }"
+SUB_BYTE = """
+func.func @main(%a: tensor<4xi8>) -> tensor<4xi4> {
+  %0 = arith.trunci %a : tensor<4xi8> to tensor<4xi4>
+  return %0 : tensor<4xi4>
+}"""
 
 # Fails inside IREE when the argument is not 1.
 ASSERTING = """
@@ -187,24 +191,6 @@ func.func @main() -> i64 {
 }"""
 
 
-@functools.cache
 def compiled(program: str, *flags: str) -> bytes:
-    """Compile a program for the CPU; returns the module."""
-    finished = subprocess.run(
-        [
-            Path(sysconfig.get_path("scripts")) / "iree-compile",
-            "-",
-            "--iree-hal-target-backends=llvm-cpu",
-            "--iree-llvmcpu-target-cpu=generic",
-            "--iree-input-type=auto",
-            *flags,
-            "-o",
-            "-",
-        ],
-        input=program.encode(),
-        capture_output=True,
-        check=False,
-    )
-    if finished.returncode != 0:
-        raise AssertionError(f"iree-compile failed:\n{finished.stderr.decode()[:2000]}\n{program}")
-    return finished.stdout
+    """The module of a program, compiled for the CPU."""
+    return compile_module(program, "--iree-input-type=auto", *flags)

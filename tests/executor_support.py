@@ -12,7 +12,7 @@ import executor_modules as modules
 import pytest
 import torch
 
-from iree_marshal import _lifetime, paths, portable
+from iree_marshal import _lifetime, paths
 from iree_marshal.executor import Executor
 
 BOTH_PATHS = pytest.mark.parametrize("path", ["native", "portable"])
@@ -21,14 +21,9 @@ BOTH_PATHS = pytest.mark.parametrize("path", ["native", "portable"])
 def executor(program: str, *flags: str, path: str = "native", **options: Any) -> Executor:
     """Load a program, to be called natively or through public calls alone."""
     module = modules.compiled(program, *flags)
-    if path == "native":
+    with paths.force("fast" if path == "native" else "portable"):
         made = Executor.load(module, **options)
-        assert type(made._engine).__name__ == "NativeEngine"
-        return made
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "active", lambda: portable)
-        made = Executor.load(module, **options)
-    assert type(made._engine).__name__ == "PortableEngine"
+    assert type(made._engine).__name__ == ("NativeEngine" if path == "native" else "PortableEngine")
     return made
 
 

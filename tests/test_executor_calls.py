@@ -215,7 +215,9 @@ def test_numbers_that_do_not_fit(path: str, index: int, value: float) -> None:
     args[index] = value
     kind = ["i32", "i64", "f32", "f64", "i1"][index]
     message = refusal(exe, *args)
-    assert message.startswith(f"argument {index} (input{index}): expected {kind}, got {type(value).__name__} {value}, which")
+    assert message.startswith(
+        f"argument {index} (input{index}): expected {kind}, got {type(value).__name__} {value}, which"
+    )
     assert exe(1, 1, 1.0, 1.0, 1) == (1, 1, 1.0, 1.0, 1)
 
 
@@ -331,9 +333,9 @@ def test_over_objects_of_the_callers_own(path: str) -> None:
 
 
 def test_bad_options(path: str) -> None:
-    with pytest.raises(TypeError, match="^copy: expected None, True or False, got 1$"):
+    with pytest.raises(TypeError, match=r"^copy: expected None, True or False, got 1$"):
         executor(modules.ADD, path=path, copy=1)
     with pytest.raises(TypeError, match=r"^device: expected a torch.device, str or iree.runtime.HalDevice, got int$"):
         executor(modules.ADD, path=path, device=3)
-    with pytest.raises(ValueError, match="^torch device meta has no IREE device; supported: cpu, cuda$"):
+    with pytest.raises(ValueError, match=r"^torch device meta has no IREE device; supported: cpu, cuda$"):
         executor(modules.ADD, path=path, device="meta")

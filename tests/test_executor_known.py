@@ -35,7 +35,8 @@ def imports_anew(exe: Executor, *args: Any) -> bool:
         with no_import():
             exe(*args)
     except RuntimeError as error:
-        assert "external buffer type not supported" in str(error)
+        if "external buffer type not supported" not in str(error):
+            raise
         return True
     return False
 
@@ -329,7 +330,7 @@ def test_refused_bindings_change_nothing(path: str) -> None:
         with pytest.raises(error) as caught:
             exe.bind(fixed)  # type: ignore[arg-type]
         assert str(caught.value) == message
-    with pytest.raises(ValueError, match="^unbind: argument 0 is not bound$"):
+    with pytest.raises(ValueError, match=r"^unbind: argument 0 is not bound$"):
         exe.unbind([0])
     with pytest.raises(ValueError, match="requires grad while grad mode is on"):
         exe.bind({0: torch.nn.Parameter(x)})

@@ -232,20 +232,30 @@ def test_refused_outputs(path: str) -> None:
     base = torch.zeros(64)
     storage_too_small = torch.zeros(16)
     storage_too_small.untyped_storage().resize_(16)
+    first, second = "out[0] (output0):", "out[1] (output1):"
+    wanted = "expected tensor<16xf32>, got a tensor of"
     for out, error, message in (
-        ([x, good], ValueError, "out[0] (output0): its memory overlaps argument 0 (input0)"),
-        ([good, x], ValueError, "out[1] (output1): its memory overlaps argument 0 (input0)"),
-        ([good, good], ValueError, "out[1] (output1): its memory overlaps out[0] (output0)"),
-        ([base[:16], base[:16]], ValueError, "out[1] (output1): its memory overlaps out[0] (output0)"),
-        ([good, good.double()], ValueError, "out[1] (output1): expected tensor<16xf32>, got a tensor of shape (16,) and dtype torch.float64"),
-        ([torch.zeros(4, 4), good], ValueError, "out[0] (output0): expected tensor<16xf32>, got a tensor of shape (4, 4) and dtype torch.float32"),
-        ([torch.zeros(15), good], ValueError, "out[0] (output0): expected tensor<16xf32>, got a tensor of shape (15,) and dtype torch.float32"),
-        ([torch.zeros(32)[::2], good], ValueError, "out[0] (output0): expected contiguous memory, got shape (16,) with strides (2,)"),
-        ([base[1:17], good], ValueError, "out[0] (output0): expected memory aligned to 64 bytes, got address % 64 = 4"),
-        ([torch._neg_view(good), base[:16]], ValueError, "out[0] (output0): expected plain memory, got a conjugate or negative view"),
-        ([torch.zeros(16, device="meta"), good], ValueError, "out[0] (output0): expected a tensor on cpu, got one on meta"),
-        ([storage_too_small, good], ValueError, "out[0] (output0): expected 64 bytes of memory, got a storage with 16 there"),
-        ([np.zeros(16, np.float32), good], TypeError, "out[0] (output0): expected a torch.Tensor or None, got ndarray"),
+        ([x, good], ValueError, f"{first} its memory overlaps argument 0 (input0)"),
+        ([good, x], ValueError, f"{second} its memory overlaps argument 0 (input0)"),
+        ([good, good], ValueError, f"{second} its memory overlaps out[0] (output0)"),
+        ([base[:16], base[:16]], ValueError, f"{second} its memory overlaps out[0] (output0)"),
+        ([good, good.double()], ValueError, f"{second} {wanted} shape (16,) and dtype torch.float64"),
+        ([torch.zeros(4, 4), good], ValueError, f"{first} {wanted} shape (4, 4) and dtype torch.float32"),
+        ([torch.zeros(15), good], ValueError, f"{first} {wanted} shape (15,) and dtype torch.float32"),
+        (
+            [torch.zeros(32)[::2], good],
+            ValueError,
+            f"{first} expected contiguous memory, got shape (16,) with strides (2,)",
+        ),
+        ([base[1:17], good], ValueError, f"{first} expected memory aligned to 64 bytes, got address % 64 = 4"),
+        (
+            [torch._neg_view(good), base[:16]],
+            ValueError,
+            f"{first} expected plain memory, got a conjugate or negative view",
+        ),
+        ([torch.zeros(16, device="meta"), good], ValueError, f"{first} expected a tensor on cpu, got one on meta"),
+        ([storage_too_small, good], ValueError, f"{first} expected 64 bytes of memory, got a storage with 16 there"),
+        ([np.zeros(16, np.float32), good], TypeError, f"{first} expected a torch.Tensor or None, got ndarray"),
         ([good], ValueError, "out: expected 2 tensors, one per result, got 1"),
         ([good, base[:16], base[16:32]], ValueError, "out: expected 2 tensors, one per result, got 3"),
         (good, TypeError, "out: expected a list with one tensor per result, got Tensor"),
@@ -253,10 +263,10 @@ def test_refused_outputs(path: str) -> None:
         (
             [torch.nn.Parameter(torch.zeros(16)), good],
             ValueError,
-            "out[0] (output0): the tensor requires grad while grad mode is on, and writing into it would not be "
-            "recorded; call under torch.no_grad()",
+            f"{first} the tensor requires grad while grad mode is on, and writing into it would not be recorded; "
+            "call under torch.no_grad()",
         ),
-    ):  # fmt: skip
+    ):
         assert refusal(exe, x, out=out, error=error) == message
     y, z = exe(x, out=[good, base[16:32]])
     assert torch.equal(y, x * 2)
@@ -312,9 +322,7 @@ def test_reused_outputs(path: str, program: str) -> None:
 
 
 def test_reused_outputs_of_the_torch_dialect(path: str) -> None:
-    exe = executor(
-        modules.TORCH_STORAGE, path=path, signature=modules.TORCH_STORAGE_SIGNATURE, reuse_outputs=True
-    )
+    exe = executor(modules.TORCH_STORAGE, path=path, signature=modules.TORCH_STORAGE_SIGNATURE, reuse_outputs=True)
     first = exe(aligned(4))
     assert exe(aligned(4, start=1)) is first
     assert torch.equal(first, aligned(4, start=1) * 2)

@@ -45,7 +45,7 @@ def test_entry_with_fences_returns_at_once(path: str) -> None:
         assert isinstance(pending, FencePending)
         assert not pending.done()
         assert repr(pending) == "<Pending running>"
-        with pytest.raises(TimeoutError, match="^the call is not done after 0.01 s$"):
+        with pytest.raises(TimeoutError, match=r"^the call is not done after 0.01 s$"):
             pending.result(timeout=0.01)
         gate.signal()
         y = pending.result()
@@ -62,7 +62,7 @@ def test_call_of_an_entry_with_fences_waits(path: str) -> None:
     assert exe.signature.fences
     for number in range(3):
         assert torch.equal(exe(aligned(4, start=number), aligned(4)), aligned(4, start=number) + aligned(4))
-    with pytest.raises(TypeError, match="^expected 2 arguments"):
+    with pytest.raises(TypeError, match=r"^expected 2 arguments"):
         exe(aligned(4))
 
 
@@ -151,7 +151,7 @@ def test_refusals_come_at_once(path: str) -> None:
     for exe in (*async_entries(path)[::2], executor(modules.ADD, path=path)):
         with pytest.raises(ValueError, match=r"expected tensor<4xf32>, got a tensor of shape \(3,\)"):
             exe.submit(torch.zeros(3), torch.ones(4))
-        with pytest.raises(TypeError, match="^expected 2 arguments"):
+        with pytest.raises(TypeError, match=r"^expected 2 arguments"):
             exe.submit()
         assert torch.equal(exe.submit(torch.ones(4), torch.ones(4)).result(), torch.full((4,), 2.0))
 
@@ -214,7 +214,7 @@ def test_worker_runs_in_order_and_delivers_failures(path: str) -> None:
 def test_worker_timeout(path: str) -> None:
     exe = executor(modules.SLOW, path=path)
     pending = exe.submit(torch.eye(512))
-    with pytest.raises(TimeoutError, match="^the call is not done after 0 s$"):
+    with pytest.raises(TimeoutError, match=r"^the call is not done after 0 s$"):
         pending.result(timeout=0)
     pending.result(timeout=60)
 

@@ -87,7 +87,8 @@ def test_encoding_is_what_crosses() -> None:
         ),
         (
             "func @main(a: i32) -> ()",
-            "signature, position 10: expected '(' and arguments, each '%', a name, ':' and a type, got '(a: i32) -> ()'",
+            "signature, position 10: expected '(' and arguments, each '%', a name, ':' and a type, "
+            "got '(a: i32) -> ()'",
         ),
         ("func @main(%a) -> ()", "signature, position 12: expected a name, ':' and a type, got 'a) -> ()'"),
         ("func @main(%a: ) -> ()", "signature, position 15: expected a type, got ') -> ()'"),
@@ -132,7 +133,7 @@ def test_errors(text: str, message: str) -> None:
 
 
 def test_only_text_is_parsed() -> None:
-    with pytest.raises(TypeError, match="^signature: expected a str, got bytes$"):
+    with pytest.raises(TypeError, match=r"^signature: expected a str, got bytes$"):
         parse(b"func @f() -> ()")  # type: ignore[arg-type]
 
 
@@ -156,9 +157,7 @@ def test_round_trip_of_anything(signature: Signature) -> None:
     "program", ["ADD", "DYNAMIC", "SCALARS", "NAMED", "NOTHING", "LISTS", "STORAGE_BUFFER", "STORAGE_SECOND"]
 )
 def test_real_declarations(program: str) -> None:
-    module = rt.VmModule.copy_buffer(
-        devices.vm_instance(), modules.compiled(getattr(modules, program), modules.WIDE)
-    )
+    module = rt.VmModule.copy_buffer(devices.vm_instance(), modules.compiled(getattr(modules, program), modules.WIDE))
     text = module.lookup_function("main").reflection["iree.abi.declaration"]
     assert str(parse(text)) == text
 
@@ -245,7 +244,12 @@ def test_scalars_taken(kind: str, value: object, passed: float) -> None:
         ("i32", 2**31 + 5, ValueError, "int 2147483653, which is outside -2147483648 to 2147483647"),
         ("i1", 2, ValueError, "int 2, which is outside 0 to 1"),
         ("i8", 200, ValueError, "int 200, which is outside -128 to 127"),
-        ("i64", 2**63, ValueError, "int 9223372036854775808, which is outside -9223372036854775808 to 9223372036854775807"),
+        (
+            "i64",
+            2**63,
+            ValueError,
+            "int 9223372036854775808, which is outside -9223372036854775808 to 9223372036854775807",
+        ),
         ("f32", 2**24 + 1, ValueError, "int 16777217, which f32 cannot hold exactly"),
         ("f32", 2**128, ValueError, "int 340282366920938463463374607431768211456, which f32 cannot hold exactly"),
         ("f64", 2**53 + 1, ValueError, "int 9007199254740993, which f64 cannot hold exactly"),

@@ -55,5 +55,5 @@ class InputWatch:
                 f"the call of {self._function} changed the bytes of {', '.join(changed)}; pass copy=True to protect "
                 "arguments",
                 InputChangedWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
