@@ -185,6 +185,21 @@ def prove_crossing(subject: Subject) -> None:
     view.get_buffer().fill_zero(byte_offset=16, byte_length=40)
     expect(bool(np.array_equal(imported.content, expected)), "a native view does not share memory")
 
+    # As if it were a part of an allocation: every host buffer of the runtime's own making has offset 0.
+    offset = imported.buffer + table["buffer.byte_offset"]
+    length = imported.buffer + table["buffer.byte_length"]
+    _probe.write(offset, struct.pack("<Q", 64))
+    _probe.write(length, struct.pack("<Q", imported.nbytes - 64))
+    try:
+        shown = view.get_buffer().byte_length()
+        view.get_buffer().fill_zero(byte_offset=4, byte_length=8)
+    finally:
+        _probe.write(offset, struct.pack("<Q", 0))
+        _probe.write(length, struct.pack("<Q", imported.nbytes))
+    expected[68:76] = 0
+    expect(shown == imported.nbytes - 64, f"a changed length shows as {shown}")
+    expect(bool(np.array_equal(imported.content, expected)), "a changed byte offset moves nothing")
+
     slots, _ = _probe.slots_used()
     export = subject.function(subject.allocator, "allocator.slot.export_buffer", slots)
     for kind in (table["external.device_allocation"], table["external.host_allocation"]):
