@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import iree.runtime as rt
+import modules
 import pytest
 import torch
 
 import iree_marshal
-import modules
 from iree_marshal import _lifetime, devices, paths
 
 

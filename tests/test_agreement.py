@@ -72,7 +72,12 @@ def test_tensors(tensor: torch.Tensor, copy: bool | None) -> None:
 
 
 scalars = st.one_of(
-    st.integers(-(2**65), 2**65), st.booleans(), st.floats(allow_nan=False), st.text(max_size=2), st.just({}), st.just(1j)
+    st.integers(-(2**65), 2**65),
+    st.booleans(),
+    st.floats(allow_nan=False),
+    st.text(max_size=2),
+    st.just({}),
+    st.just(1j),
 )
 
 

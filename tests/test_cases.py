@@ -7,13 +7,13 @@ import gc
 import sys
 from typing import Any
 
+import modules
 import numpy as np
 import pytest
 import torch
+from conftest import private_device
 
 import iree_marshal as im
-import modules
-from conftest import private_device
 
 pytestmark = pytest.mark.usefixtures("path")
 

@@ -11,12 +11,12 @@ import weakref
 from typing import Any
 
 import iree.runtime as rt
+import modules
 import pytest
 import torch
+from conftest import private_device
 
 import iree_marshal as im
-import modules
-from conftest import private_device
 from iree_marshal import _importing, _lifetime
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -97,7 +97,9 @@ def test_refused_import_speaks_as_iree_does() -> None:
     with pytest.raises(RuntimeError) as caught:
         im.to_variant_list([1, tensor, tensor])
     assert type(caught.value) is RuntimeError
-    text = f"element 2: cannot import 64 bytes at {tensor.data_ptr():#x}: UNAVAILABLE; external buffer type not supported"
+    text = (
+        f"element 2: cannot import 64 bytes at {tensor.data_ptr():#x}: UNAVAILABLE; external buffer type not supported"
+    )
     assert str(caught.value) == text
 
 
@@ -205,7 +207,7 @@ class Noisy(torch.Tensor):
 
 def test_exception_pending_when_a_tensor_dies() -> None:
     before = Noisy.died
-    with pytest.raises(TypeError, match="^element 1: expected"):
+    with pytest.raises(TypeError, match=r"^element 1: expected"):
         im.to_variant_list([torch.ones(16).as_subclass(Noisy), object()])
     gc.collect()
     assert _lifetime.live_counts() == (0, 0, 0)

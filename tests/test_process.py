@@ -127,7 +127,9 @@ def test_dropped_by_a_thread_that_outlives_main() -> None:
 
 
 @PATHS
-@pytest.mark.parametrize("call", ["im.to_variant_list([tensor])", "im.from_variant_list(variants)", "im.hal_device('cpu')"])
+@pytest.mark.parametrize(
+    "call", ["im.to_variant_list([tensor])", "im.from_variant_list(variants)", "im.hal_device('cpu')"]
+)
 def test_c36_fork(path: str, call: str) -> None:
     """The child gets an error at once, and can exit although its device's threads are gone."""
     text = f"""
@@ -175,7 +177,8 @@ def test_reading_tensors_through_dlpack_gives_the_same() -> None:
             result, = im.from_variant_list(im.to_variant_list([tensor], copy=False))
             assert result.dtype == dtype and result.shape == tensor.shape
             assert tensor.numel() == 0 or result.data_ptr() == tensor.data_ptr()
-    for bad in (torch.ones(3, requires_grad=True), torch.ones(16).conj().to(torch.complex64).conj(), torch.ones(64)[1:33]):
+    conjugate = torch.ones(16, dtype=torch.complex64).conj()
+    for bad in (torch.ones(3, requires_grad=True), conjugate, torch.ones(64)[1:33]):
         try:
             im.to_variant_list([bad], copy=False)
         except ValueError:

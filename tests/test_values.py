@@ -27,7 +27,7 @@ class Wrapper(torch.Tensor):
     """A subclass without storage."""
 
     @staticmethod
-    def __new__(cls) -> Wrapper:
+    def __new__(cls: type[Wrapper]) -> Wrapper:
         return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
 
     @classmethod
@@ -263,7 +263,7 @@ def test_copy_true_always_copies() -> None:
 
 
 def test_copy_is_checked() -> None:
-    with pytest.raises(TypeError, match="^copy: expected None, True or False, got 1$"):
+    with pytest.raises(TypeError, match=r"^copy: expected None, True or False, got 1$"):
         im.to_variant_list([], copy=1)  # type: ignore[arg-type]
 
 
@@ -326,7 +326,9 @@ def test_inside_torch_func() -> None:
 
 def test_storage_that_does_not_hold_the_view() -> None:
     refused(
-        ValueError, "element 0: the Tensor of shape (3,) has no memory (null data pointer)", [torch._efficientzerotensor((3,))]
+        ValueError,
+        "element 0: the Tensor of shape (3,) has no memory (null data pointer)",
+        [torch._efficientzerotensor((3,))],
     )
     emptied = torch.ones(32)
     emptied.untyped_storage().resize_(0)
@@ -338,7 +340,9 @@ def test_storage_that_does_not_hold_the_view() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_dtypes_without_element_type() -> None:
-    refused(TypeError, "element 0: HAL has no element type for torch.complex32", [torch.zeros(2, dtype=torch.complex32)])
+    refused(
+        TypeError, "element 0: HAL has no element type for torch.complex32", [torch.zeros(2, dtype=torch.complex32)]
+    )
     refused(TypeError, "element 1: HAL has no element type for torch.uint1", [0, torch.empty(2, dtype=torch.uint1)])
     packed = torch.empty(2, dtype=torch.float4_e2m1fn_x2)
     refused(TypeError, "element 0: HAL has no element type for torch.float4_e2m1fn_x2", [packed])
@@ -428,5 +432,5 @@ def test_element_type_without_dtype() -> None:
     variants = rt.VmVariantList(2)
     variants.push_int(1)
     variants.push_ref(rt.HalBufferView(view.get_buffer(), [128], 0x10000004))
-    with pytest.raises(TypeError, match="^element 1: torch has no dtype for the HAL element type 0x10000004$"):
+    with pytest.raises(TypeError, match=r"^element 1: torch has no dtype for the HAL element type 0x10000004$"):
         im.from_variant_list(variants)
