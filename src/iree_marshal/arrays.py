@@ -92,7 +92,7 @@ class HalArray:
         return {**self._interface("__cuda_array_interface__", "cuda"), "stream": None}
 
     def __dlpack__(self, **options: Any) -> Any:
-        """As the array API standard says; ``stream``, ``max_version``, ``dl_device`` and ``copy`` are torch's to heed."""
+        """As the array API standard says; torch heeds ``stream``, ``max_version``, ``dl_device`` and ``copy``."""
         return self.torch().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[Any, int]:

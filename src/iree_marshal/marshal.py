@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import iree.runtime as rt
 import torch
@@ -13,7 +13,7 @@ from iree_marshal import devices, paths
 
 __all__ = ["from_variant_list", "order", "record_stream", "to_variant_list"]
 
-DeviceLike = torch.device | str | rt.HalDevice
+DeviceLike: TypeAlias = "torch.device | str | rt.HalDevice"
 
 
 def _resolve(device: DeviceLike | None) -> tuple[rt.HalDevice | None, torch.device | None]:
@@ -134,7 +134,8 @@ def from_variant_list(
         raise TypeError(f"variants: expected an iree.runtime.VmVariantList, got {type(variants).__name__}")
     path = paths.active()
     hal_device, _ = _resolve(device)
-    return path.from_variant_list(variants, hal_device, as_arrays)
+    results: list[Any] = path.from_variant_list(variants, hal_device, as_arrays)
+    return results
 
 
 def order(device: DeviceLike) -> None:
