@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import iree.runtime as rt
 import torch
 
 from iree_marshal.signature import Value
 
 class Binding:
-    bound_tensors: dict[int, torch.Tensor]
-    def __init__(
-        self,
+    def __new__(
+        cls,
         values: Sequence[Value | None],
         storage: Mapping[int, int],
-        bound: rt.VmVariantList,
+        bound: Any,
         positions: tuple[int, ...],
         tensors: Mapping[int, torch.Tensor],
-    ) -> None: ...
+    ) -> Binding: ...
+    @property
+    def bound_tensors(self) -> dict[int, torch.Tensor]: ...
 
 class NativeFrame:
-    arguments: rt.VmVariantList
-    results: rt.VmVariantList
-    times: list[int]
+    @property
+    def arguments(self) -> Any: ...
+    @property
+    def results(self) -> Any: ...
+    @property
+    def times(self) -> list[int]: ...
