@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""The pages say what is there: their code runs, their links lead somewhere, the names and texts in them exist."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import iree_marshal.backend
+import iree_marshal.marshal
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "iree_marshal"
+DOCS = ROOT / "docs"
+if not DOCS.is_dir():
+    pytest.skip("a copy of the sources without the pages", allow_module_level=True)
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its info string, its text, and the line that it begins at."""
+
+    info: tuple[str, ...]
+    text: str
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    blocks: list[Block] = []
+    lines = page.read_text().splitlines()
+    start = 0
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```"):
+            if start:
+                blocks.append(Block(tuple(lines[start - 1][3:].split()), "\n".join(lines[start : number - 1]), start))
+            start = 0 if start else number
+    assert start == 0, f"{page.name}:{start}: a block without an end"
+    return blocks
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# ---- code -----------------------------------------------------------------------------------
+
+# What a block may need, by the word in its info string or by what it imports.
+NEEDS = {
+    "cuda": torch.cuda.is_available,
+    "compiler": lambda: importlib.util.find_spec("iree.compiler") is not None,
+    "turbine": lambda: importlib.util.find_spec("iree.turbine") is not None,
+}
+
+
+def needs_of(block: Block) -> list[str]:
+    """The words of the info string, and what the text cannot do without."""
+    words = list(block.info[1:])
+    assert set(words) <= set(NEEDS), block
+    if "iree_marshal.turbine" in block.text:
+        words.append("turbine")
+    if "iree.compiler" in block.text:
+        words.append("compiler")
+    return words
+
+
+def namespace_for(page: Path) -> dict[str, Any]:
+    """What a page takes for granted."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    if page.name == "torch-compile.md":
+        iree_marshal.backend.register()
+        namespace["model"] = torch.nn.Linear(4, 2)
+    return namespace
+
+
+def expected_output(text: str) -> list[str]:
+    """What the comments behind `print` say is printed."""
+    return re.findall(r"^print\(.*\)  # (.*)$", text, flags=re.MULTILINE)
+
+
+@contextlib.contextmanager
+def turbine_restored() -> Any:
+    """Whatever a page did to iree-turbine is undone."""
+    try:
+        yield
+    finally:
+        turbine = sys.modules.get("iree_marshal.turbine")
+        for acceleration in list(turbine._active) if turbine is not None else []:
+            acceleration.undo()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = namespace_for(page)
+    missing: set[str] = set()
+    for block in blocks_of(page):
+        if block.info[:1] != ("python",):
+            continue
+        # As many lines above it as in the page, for the traceback.
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        missing |= {need for need in needs_of(block) if not NEEDS[need]()}
+        if missing.intersection(needs_of(block)):
+            continue
+        printed = io.StringIO()
+        with turbine_restored(), contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        expected = expected_output(block.text)
+        assert not expected or printed.getvalue().splitlines() == expected, f"{page.name}:{block.line}"
+
+
+def test_pages_have_code() -> None:
+    """The test above finds what it looks for."""
+    counts = {page.name: sum(block.info[:1] == ("python",) for block in blocks_of(page)) for page in PAGES}
+    assert {name for name in ("README.md", "streams.md", "torch-compile.md") if counts[name] == 0} == set()
+
+
+def test_a_wrong_comment_is_seen() -> None:
+    assert expected_output("print(1 + 1)  # 3\nprint(x)\n") == ["3"]
+
+
+def test_blocks_are_of_a_known_kind() -> None:
+    """A block of Python that is called otherwise would not be run."""
+    known = {"python", "pycon", "text", "mermaid", "sh"}
+    strange = [f"{page.name}:{block.line}" for page in PAGES for block in blocks_of(page) if block.info[:1] not in {
+        (kind,) for kind in known
+    }]  # fmt: skip
+    assert strange == []
+
+
+def test_docstring_examples() -> None:
+    failed, tried = doctest.testmod(iree_marshal.marshal)
+    assert failed == 0
+    assert tried > 0
+
+
+def test_readme_example_has_types(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    examples = [block.text for block in blocks_of(ROOT / "README.md") if block.info[:1] == ("python",)]
+    path = tmp_path / "example.py"
+    path.write_text("\n".join(examples))
+    options = ["--strict", "--config-file", str(ROOT / "pyproject.toml"), "--follow-imports", "silent"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(path)],
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- links ----------------------------------------------------------------------------------
+
+
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        if not path.exists() or (anchor and anchor not in anchors_of(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_index_names_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "README.md").read_text()))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+
+
+# ---- names and texts ------------------------------------------------------------------------
+
+
+def test_rooms_are_the_ones_that_exist() -> None:
+    """how-it-works.md names every source file, and no other."""
+    named = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|pyx|h))`", prose_of(DOCS / "how-it-works.md")))
+    present = {
+        str(path.relative_to(SOURCE))
+        for suffix in ("py", "pyx", "h")
+        for path in SOURCE.rglob(f"*.{suffix}")
+        if path.name != "__init__.py" or path.parent == SOURCE
+    }
+    assert (sorted(named - present), sorted(present - named)) == ([], [])
+
+
+def said(source: str) -> str:
+    """A source with adjacent string literals joined and what an f-string fills in replaced by three dots."""
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    return re.sub(r"\{[^{}\n]*\}", "...", joined)
+
+
+def test_said_joins_literals() -> None:
+    assert 'f"...: expected ..., got ... here"' in said('f"{where(p)}: expected {a!r}, "\n        f"got {b} here"')
+
+
+def test_troubleshooting_is_keyed_by_texts_that_occur() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    keys = re.findall(r"^### `(.+)`$", page, flags=re.MULTILINE)
+    assert len(keys) > 20
+    sources = "\n".join(said(path.read_text()) for suffix in ("py", "pyx") for path in SOURCE.rglob(f"*.{suffix}"))
+    assert [key for key in keys if key not in sources] == []
+
+
+def test_api_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("make_api", DOCS / "make_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    assert make_api.PAGE.read_text() == make_api.render(), "run: python docs/make_api.py"
