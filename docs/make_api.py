@@ -132,7 +132,9 @@ def _prose(lines: Sequence[str]) -> str:
             code = [re.sub(r"\s*# doctest: \S+$", "", line) for line in paragraph]
             shown.append("\n".join(["```pycon", *code, "```"]))
         elif len(paragraph) > 1 and paragraph[1].startswith("    "):
-            shown.append("\n".join(f"- {_markdown(head)}: {_markdown(' '.join(body))}" for head, body in _items(paragraph)))
+            shown.append(
+                "\n".join(f"- {_markdown(head)}: {_markdown(' '.join(body))}" for head, body in _items(paragraph))
+            )
         else:
             shown.append(_markdown("\n".join(paragraph)))
     return "\n\n".join(shown)
