@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""Cases that call a program: results out, whole calls, and what an argument and a result cost an `Executor`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.dlpack import to_dlpack
+
+import iree_marshal as im
+from benchmarks.cuda import adoption_cases
+from benchmarks.programs import Program, load
+from iree_marshal.bench.cases import Fixture, dlpack_device, export_cases, stock_export, stock_import
+from iree_marshal.bench.harness import UNIT, Case, Derived
+
+__all__ = ["call_cases", "call_derived"]
+
+# Two lengths each: what a call costs on its own cancels in the difference.
+ARGUMENTS = (100, 400)
+RESULTS = (150, 450)
+# The fewest inputs whose pairs give that many different sums.
+RESULT_INPUTS = 31
+WAYS = ("new", "known", "bound")
+WHOLE = ((2, 2), (400, 450))
+# An executor may remember its last call; three sets in turn are never remembered.
+SETS = 3
+
+
+def executor(program: Program, fixture: Fixture, **options: Any) -> Any:
+    """Make an executor for a program."""
+    return im.Executor(program.context, program.function, device=fixture.hal, **options)
+
+
+def bound(program: Program, fixture: Fixture, tensors: list[torch.Tensor], **options: Any) -> Any:
+    """Make an executor with every input bound."""
+    made = executor(program, fixture, **options)
+    made.bind(dict(enumerate(tensors[: program.inputs])))
+    return made
+
+
+def rotating(call: Callable[..., object], fixture: Fixture, count: int) -> Callable[[], object]:
+    """Call with other tensors than in the last calls."""
+    sets = itertools.cycle([fixture.fresh(count) for _ in range(SETS)])
+    return lambda: call(*next(sets))
+
+
+def calling(call: Callable[..., object], tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Call with the same tensors each time."""
+    return lambda: call(*tensors)
+
+
+def bare(name: str, program: Program, fixture: Fixture, tensors: list[torch.Tensor]) -> Case:
+    """Time the invocation alone, with arguments imported beforehand and a fresh list for the results."""
+    arguments = program.arguments(tensors, fixture)
+    kind = "storage arguments" if program.storage else "IREE's own allocation"
+    what = f"bare `context.invoke`, {program.inputs} in, {program.results} out, {kind}"
+    return Case(name, what, lambda: program.invoke(arguments), 1, "call")
+
+
+def argument_cases(fixture: Fixture) -> Iterator[Case]:
+    """Time calls with many arguments and one result."""
+    for count in ARGUMENTS:
+        program, tensors = load(fixture, count, 1, storage=False), fixture.tensors(count)
+        where = f"arguments.{count}"
+        yield bare(f"{where}.bare", program, fixture, tensors)
+        yield Case(
+            f"{where}.new",
+            f"`Executor`, {count} new tensors",
+            rotating(executor(program, fixture), fixture, count),
+            1,
+            "call",
+        )
+        yield Case(
+            f"{where}.known",
+            f"`Executor`, {count} known tensors",
+            calling(executor(program, fixture), tensors),
+            1,
+            "call",
+        )
+        yield Case(f"{where}.bound", f"`Executor`, {count} bound tensors", bound(program, fixture, tensors), 1, "call")
+
+
+def result_cases(fixture: Fixture) -> Iterator[Case]:
+    """Time calls with few arguments, all bound, and many results."""
+    tensors = fixture.tensors(RESULT_INPUTS)
+    for count in RESULTS:
+        own = load(fixture, RESULT_INPUTS, count, storage=False)
+        storage = load(fixture, RESULT_INPUTS, count, storage=True)
+        where = f"results.{count}"
+        yield bare(f"{where}.own.bare", own, fixture, tensors)
+        yield Case(
+            f"{where}.own.views",
+            f"`Executor`, {count} results in IREE's own allocation",
+            bound(own, fixture, tensors),
+            1,
+            "call",
+        )
+        yield bare(f"{where}.storage.bare", storage, fixture, tensors)
+        yield Case(
+            f"{where}.storage.views",
+            f"`Executor`, {count} results as views of a slab",
+            bound(storage, fixture, tensors),
+            1,
+            "call",
+        )
+        yield Case(
+            f"{where}.storage.reuse",
+            f"`Executor`, {count} results, `reuse_outputs=True`",
+            bound(storage, fixture, tensors, reuse_outputs=True),
+            1,
+            "call",
+        )
+        yield Case(
+            f"{where}.storage.out",
+            f"`Executor`, {count} results, `out=[...]`",
+            into(bound(storage, fixture, tensors), fixture, count),
+            1,
+            "call",
+        )
+
+
+def into(call: Callable[..., object], fixture: Fixture, count: int, *tensors: torch.Tensor) -> Callable[[], object]:
+    """Call with the caller's own results, the same each time."""
+    out = fixture.fresh(count)
+    return lambda: call(*tensors, out=out)
+
+
+def by_hand(program: Program, fixture: Fixture, tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Call the way of an executor of one's own: import, invoke, export."""
+    inputs = tensors[: program.inputs]
+    return lambda: im.from_variant_list(program.invoke(im.to_variant_list(inputs, device=fixture.hal)))
+
+
+def stock(program: Program, fixture: Fixture, tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """Call the stock way through DLPack."""
+    inputs = tensors[: program.inputs]
+    kind, index = dlpack_device(fixture.torch)
+    return lambda: stock_export(fixture.hal, program.invoke(stock_import(fixture.hal, inputs, to_dlpack)), kind, index)
+
+
+def whole_cases(fixture: Fixture) -> Iterator[Case]:
+    """Time whole calls: tensors to tensors."""
+    for inputs, results in WHOLE:
+        tensors = fixture.tensors(inputs)
+        for kind, storage in (("own", False), ("storage", True)):
+            program = load(fixture, inputs, results, storage=storage)
+            where, what = (
+                f"call.{inputs}x{results}.{kind}",
+                f"{inputs} in, {results} out, " + ("storage arguments" if storage else "IREE's own allocation"),
+            )
+
+            def case(
+                way: str, how: str, call: Callable[[], object], where: str = where, what: str = what, **more: Any
+            ) -> Case:
+                return Case(f"{where}.{way}", f"{how}, {what}", call, 1, "call", over=f"{where}.bare", **more)
+
+            yield bare(f"{where}.bare", program, fixture, tensors)
+            yield case("new", "`Executor`, new tensors", rotating(executor(program, fixture), fixture, inputs))
+            yield case("known", "`Executor`, known tensors", calling(executor(program, fixture), tensors))
+            yield case("bound", "`Executor`, bound tensors", bound(program, fixture, tensors))
+            if storage:
+                reused = bound(program, fixture, tensors, reuse_outputs=True)
+                yield case("bound_reuse", "`Executor`, bound tensors, reused outputs", reused)
+                reused = executor(program, fixture, reuse_outputs=True)
+                yield case("known_reuse", "`Executor`, known tensors, reused outputs", calling(reused, tensors))
+                given = into(executor(program, fixture), fixture, results, *tensors)
+                yield case("known_out", "`Executor`, known tensors, `out=[...]`", given)
+            else:
+                yield case(
+                    "by_hand", "`to_variant_list`, `invoke`, `from_variant_list`", by_hand(program, fixture, tensors)
+                )
+                yield case(
+                    "stock",
+                    "stock: `to_dlpack` in, invoke, `torch.from_dlpack` out",
+                    stock(program, fixture, tensors),
+                    optional=True,
+                )
+            if inputs == WHOLE[-1][0] and not storage:
+                variants = program.invoke(program.arguments(tensors, fixture))
+                yield from export_cases(fixture, variants, "export", "results of a program")
+                if fixture.cuda:
+                    yield from adoption_cases(fixture, variants)
+
+
+def call_cases(fixture: Fixture) -> Iterator[Case]:
+    """Yield every case that needs compiled programs."""
+    yield from argument_cases(fixture)
+    yield from result_cases(fixture)
+    yield from whole_cases(fixture)
+
+
+def slope(
+    name: str, title: str, lengths: tuple[int, int], with_: Callable[[int], str], without: Callable[[int], str]
+) -> Derived:
+    """Derive what one more tensor costs over the bare invocation, in units, from calls of two lengths."""
+    short, long = lengths
+
+    def value(one: Mapping[str, float]) -> float:
+        over_long = one[with_(long)] - one[without(long)]
+        over_short = one[with_(short)] - one[without(short)]
+        return (over_long - over_short) / (long - short) / (one[UNIT] / 400)
+
+    return Derived(name, title, value, "x detach")
+
+
+def call_derived() -> Iterator[Derived]:
+    """Yield the figures over the cases of this file."""
+    for way in WAYS:
+        yield slope(
+            f"executor.argument.{way}",
+            f"`Executor`: one more {way} argument",
+            ARGUMENTS,
+            lambda count, way=way: f"arguments.{count}.{way}",
+            lambda count: f"arguments.{count}.bare",
+        )
+    for kind, way, title in (
+        ("own", "views", "a view of IREE's own allocation"),
+        ("storage", "views", "a view of a slab"),
+        ("storage", "reuse", "with `reuse_outputs`"),
+        ("storage", "out", "with `out=`"),
+    ):
+        yield slope(
+            f"executor.result.{kind}.{way}",
+            f"`Executor`: one more result, {title}",
+            RESULTS,
+            lambda count, kind=kind, way=way: f"results.{count}.{kind}.{way}",
+            lambda count, kind=kind: f"results.{count}.{kind}.bare",
+        )

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""Instructions per tensor of the two hot loops, counted by callgrind: repeatable where timings are noisy.
+
+    python benchmarks/instructions.py            # count, and keep the counts in benchmarks/results/instructions.json
+    python benchmarks/instructions.py --check    # count, and fail where a count grew by more than 10 %
+
+Counting starts after the imports, and a count is the difference of two list lengths: what a process, a call and a list
+cost on their own cancels. Needs valgrind with its headers, and a C compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+STORED = Path(__file__).parent / "results" / "instructions.json"
+LENGTHS = (200, 600)
+REPETITIONS = 10
+# Valgrind serves requests that are special instructions, which only C can hold.
+REQUESTS = """
+#include <valgrind/callgrind.h>
+void counting_start(void) { CALLGRIND_START_INSTRUMENTATION; }
+void counting_zero(void) { CALLGRIND_ZERO_STATS; }
+void counting_dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
+"""
+
+
+class MissingToolError(RuntimeError):
+    """Valgrind or the C compiler is not installed; the text says which."""
+
+
+def compile_requests(folder: Path) -> Path:
+    """Build the shared object that talks to callgrind."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or shutil.which("valgrind") is None:
+        raise MissingToolError("counting instructions needs valgrind and a C compiler")
+    target = folder / "requests.so"
+    done = subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target)],
+        input=REQUESTS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise MissingToolError(f"counting instructions needs valgrind's headers: {done.stderr.strip()}")
+    return target
+
+
+def count(folder: Path) -> dict[str, float]:
+    """Run the loops under callgrind and return the instructions per tensor of each.
+
+    Parameters
+    ----------
+    folder : Path
+        For temporary files.
+    """
+    requests = compile_requests(folder)
+    command = [
+        "valgrind",
+        "--tool=callgrind",
+        "--instr-atstart=no",
+        f"--callgrind-out-file={folder / 'out'}",
+        sys.executable,
+        __file__,
+        "--loops",
+        str(requests),
+    ]
+    # One thread and fixed hashes: the same process each time.
+    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the loops failed under valgrind:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    totals: dict[tuple[str, int], int] = {}
+    for path in folder.glob("out.*"):
+        text = path.read_text(errors="replace")
+        name = re.search(r"^desc: Trigger: Client Request: (\w+)\.(\d+)$", text, re.MULTILINE)
+        total = re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE)
+        if name and total:
+            totals[name[1], int(name[2])] = int(total[1])
+    short, long = LENGTHS
+    loops = sorted({loop for loop, _ in totals})
+    if loops != ["from_variant_list", "to_variant_list"]:
+        raise RuntimeError(f"callgrind wrote no counts for the loops, only {loops}")
+    return {loop: (totals[loop, long] - totals[loop, short]) / (long - short) / REPETITIONS for loop in loops}
+
+
+def loops(requests: Path) -> None:
+    """Run the loops; in the child process, under callgrind."""
+    import ctypes
+    import gc
+
+    import torch
+
+    import iree_marshal as im
+
+    library = ctypes.CDLL(str(requests))
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()
+
+    def counted(name: str, call: Callable[[], object]) -> None:
+        call()
+        library.counting_zero()
+        for _ in range(REPETITIONS):
+            call()
+        library.counting_dump(name.encode())
+
+    with torch.no_grad():
+        pool = [torch.zeros(64, 64) for _ in range(max(LENGTHS))]
+        lists = {length: im.to_variant_list(pool[:length]) for length in LENGTHS}
+        for length in LENGTHS:
+            im.from_variant_list(lists[length])
+        library.counting_start()
+        for length in LENGTHS:
+            tensors, variants = pool[:length], lists[length]
+            counted(f"to_variant_list.{length}", lambda tensors=tensors: im.to_variant_list(tensors))
+            counted(f"from_variant_list.{length}", lambda variants=variants: im.from_variant_list(variants))
+
+
+def grown(stored: Mapping[str, float], found: Mapping[str, float], percent: float) -> list[str]:
+    """Say which loops need more instructions than allowed.
+
+    Parameters
+    ----------
+    stored, found : mapping
+        Instructions per tensor, by loop.
+    percent : float
+        Allowed growth.
+    """
+    return [
+        f"{loop}: {found[loop]:.0f} instructions per tensor, {(found[loop] / stored[loop] - 1) * 100:+.1f} % over the "
+        f"stored {stored[loop]:.0f}"
+        for loop in stored
+        if found[loop] > stored[loop] * (1 + percent / 100)
+    ]
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what the counts depend on besides our code."""
+    names = ("torch", "iree-base-runtime")
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count; keep or check."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the stored counts instead of keeping them")
+    parser.add_argument("--threshold", type=float, default=10.0, help="percent a count may grow by (default 10)")
+    parser.add_argument("--loops", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.loops is not None:
+        loops(arguments.loops)
+        return 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="iree_marshal-") as folder:
+            found = count(Path(folder))
+    except MissingToolError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    for loop, instructions in found.items():
+        sys.stdout.write(f"{loop}: {instructions:.1f} instructions per tensor\n")
+    if not arguments.check:
+        STORED.parent.mkdir(exist_ok=True)
+        report = {"instructions_per_tensor": {loop: round(number, 1) for loop, number in found.items()}}
+        STORED.write_text(json.dumps(report | surroundings(), indent=1) + "\n")
+        return 0
+    stored = json.loads(STORED.read_text())
+    for name, version in surroundings().items():
+        if stored[name] != version:
+            sys.stdout.write(f"note: counted with {name} {version}, stored with {stored[name]}\n")
+    problems = grown(stored["instructions_per_tensor"], found, arguments.threshold)
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

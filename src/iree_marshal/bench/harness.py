@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
+"""Rounds of timings: every round times every case once.
+
+A ratio then compares what ran within the same second: machines drift by more than the
+differences that matter. The unit is one `t.detach()`, which makes numbers comparable
+between machines.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+__all__ = ["UNIT", "Case", "Derived", "Recording", "Settings", "measure"]
+
+UNIT = "floor.detach"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time.
+
+    Attributes
+    ----------
+    name : str
+        Stable: results of different versions are compared by it.
+    title : str
+        What is timed, for the table.
+    call : callable
+        Does it once. What it returns is dropped inside the timed interval, so that
+        destruction counts.
+    count : int
+        How many tensors (or calls) one `call` handles; reported times are per one of them.
+    per : str
+        What `count` counts.
+    unlike : str
+        Why the row is not like for like with the others of its group; empty where it is.
+    over : str
+        The case that this one does the same as and more; what it takes over it is derived.
+    optional : bool
+        A stock or peer way that may not work here: a failure is a skipped row. A failure
+        of any other case ends the run.
+    """
+
+    name: str
+    title: str
+    call: Callable[[], object]
+    count: int = 400
+    per: str = "tensor"
+    unlike: str = ""
+    over: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A figure computed in every round from the times of that round.
+
+    Attributes
+    ----------
+    name, title : str
+        As in `Case`.
+    value : callable
+        Maps the round's nanoseconds per call, by case name, to the figure.
+    unit : str
+        What the figure is in.
+    """
+
+    name: str
+    title: str
+    value: Callable[[Mapping[str, float]], float]
+    unit: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure: `rounds` kept after `warmup` discarded ones, `sample_ms` for each case in each."""
+
+    rounds: int = 41
+    warmup: int = 2
+    sample_ms: float = 12.0
+    quick: bool = False
+
+
+@dataclass
+class Recording:
+    """The rounds of one process: host nanoseconds per call and per case, figures, and what was left out."""
+
+    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    host: dict[str, list[float]] = field(default_factory=dict)
+    drained: dict[str, list[float]] = field(default_factory=dict)
+    derived: dict[str, dict[str, Any]] = field(default_factory=dict)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def _calibrate(case: Case, sample_ns: float) -> int:
+    """How many calls fill a sample; the first call warms up and is where an unusable case fails."""
+    case.call()
+    repetitions = 1
+    while True:
+        elapsed, _ = _sample(case.call, repetitions, lambda: None)
+        total = elapsed * repetitions
+        if total >= sample_ns / 4:
+            return max(1, round(sample_ns / elapsed))
+        repetitions *= 2
+
+
+def _sample(call: Callable[[], object], repetitions: int, synchronize: Callable[[], None]) -> tuple[float, float]:
+    """Nanoseconds per call that the host was busy, and until the device was idle as well."""
+    clock = time.perf_counter_ns
+    synchronize()
+    start = clock()
+    for _ in itertools.repeat(None, repetitions):
+        call()
+    host = clock()
+    synchronize()
+    return (host - start) / repetitions, (clock() - start) / repetitions
+
+
+def pin() -> None:
+    """Keep this thread on one core, where the platform can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def measure(
+    cases: Iterable[Case],
+    derived: Iterable[Derived] = (),
+    *,
+    settings: Settings,
+    synchronize: Callable[[], None] = lambda: None,
+) -> Recording:
+    """Time every case once per round.
+
+    Parameters
+    ----------
+    cases : iterable of Case
+        One of them must be the unit.
+    derived : iterable of Derived
+        Left out where a case that it needs was left out.
+    settings : Settings
+        How many rounds, and how long a sample is.
+    synchronize : callable
+        Waits for the device.
+
+    Returns
+    -------
+    Recording
+        Every kept round.
+
+    Notes
+    -----
+    Every other round goes backwards: neighbours stay neighbours, and what a case leaves in
+    the caches does not always meet the same successor.
+    """
+    recording = Recording()
+    threads = torch.get_num_threads()
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            # Compilers and devices start threads of their own here, which must not inherit the one core.
+            made = list(cases)
+            pin()
+            gc.collect()
+            gc.disable()
+            planned = _plan(made, settings, recording)
+            rounds = _rounds(planned, settings, synchronize)
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
+        if affinity is not None:
+            os.sched_setaffinity(0, affinity)
+    for name in recording.cases:
+        recording.host[name] = [one[name][0] for one in rounds]
+        recording.drained[name] = [one[name][1] for one in rounds]
+    host = [{name: pair[0] for name, pair in one.items()} for one in rounds]
+    over = itertools.chain.from_iterable(_over(case) for case, _ in planned if case.over)
+    for figure in itertools.chain(derived, over):
+        try:
+            values = [figure.value(one) for one in host]
+        except KeyError as missing:
+            # A case that was not asked for is no news; one that failed is.
+            if missing.args[0] in recording.skipped:
+                recording.skipped[figure.name] = f"needs {missing.args[0]}"
+            continue
+        recording.derived[figure.name] = {"title": figure.title, "unit": figure.unit, "rounds": values}
+    return recording
+
+
+def _over(case: Case) -> Iterator[Derived]:
+    """Derive by how much a case exceeds the one that it contains."""
+    call, floor = case.name, case.over
+    title = f"`{call}` over `{floor}`"
+    yield Derived(f"over.{call}.percent", title, lambda one: (one[call] / one[floor] - 1) * 100, "%")
+    yield Derived(f"over.{call}.us", title, lambda one: (one[call] - one[floor]) / 1000, "us")
+
+
+def _plan(cases: Iterable[Case], settings: Settings, recording: Recording) -> list[tuple[Case, int]]:
+    planned = []
+    for case in cases:
+        if case.name in recording.cases:
+            raise ValueError(f"two cases are named {case.name}")
+        try:
+            repetitions = _calibrate(case, settings.sample_ms * 1e6)
+        except Exception as error:
+            if not case.optional:
+                raise RuntimeError(f"{case.name} failed") from error
+            recording.skipped[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        planned.append((case, repetitions))
+        recording.cases[case.name] = {
+            part.name: getattr(case, part.name) for part in fields(case) if part.name not in ("name", "call")
+        }
+    if UNIT not in recording.cases:
+        raise ValueError(f"the unit {UNIT} is not among the cases")
+    return planned
+
+
+def _rounds(
+    planned: list[tuple[Case, int]], settings: Settings, synchronize: Callable[[], None]
+) -> list[dict[str, tuple[float, float]]]:
+    rounds = []
+    for number in range(settings.warmup + settings.rounds):
+        order = planned if number % 2 else planned[::-1]
+        one = {case.name: _sample(case.call, repetitions, synchronize) for case, repetitions in order}
+        if number >= settings.warmup:
+            rounds.append(one)
+    return rounds
