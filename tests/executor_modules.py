@@ -20,6 +20,16 @@ func.func @main(%a: tensor<?x4xf32>) -> tensor<?x4xf32> {
   return %0 : tensor<?x4xf32>
 }"""
 
+SUM_ROWS = """
+func.func @main(%a: tensor<?x4xf32>, %b: tensor<4xf32>) -> tensor<?x4xf32> {
+  %c0 = arith.constant 0 : index
+  %rows = tensor.dim %a, %c0 : tensor<?x4xf32>
+  %e = tensor.empty(%rows) : tensor<?x4xf32>
+  %0 = linalg.broadcast ins(%b : tensor<4xf32>) outs(%e : tensor<?x4xf32>) dimensions = [0]
+  %1 = arith.addf %a, %0 : tensor<?x4xf32>
+  return %1 : tensor<?x4xf32>
+}"""
+
 SCALARS = """
 func.func @main(%i: i32, %l: i64, %f: f32, %d: f64, %b: i1) -> (i32, i64, f32, f64, i1) {
   return %i, %l, %f, %d, %b : i32, i64, f32, f64, i1
