@@ -64,10 +64,11 @@ def load(path: Path) -> dict[str, Any]:
 
 def surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return what differs around the two measurements."""
-    differences = []
-    for key in ("device", "path", "machine", "settings"):
-        if before[key] != after[key]:
-            differences.append(f"{key}: {before[key]} / {after[key]}")
+    differences = [
+        f"{key}: {before[key]} / {after[key]}"
+        for key in ("device", "path", "machine", "settings")
+        if before[key] != after[key]
+    ]
     for name in sorted(before["versions"].keys() | after["versions"].keys()):
         old, new = before["versions"].get(name, "none"), after["versions"].get(name, "none")
         if old != new:

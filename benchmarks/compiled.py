@@ -22,32 +22,40 @@ __all__ = ["compiled_cases"]
 
 @dataclass
 class Loaded:
-    """What the backend loaded, and the arguments of the last call, seen at the seam between backend and executor."""
+    """What the backend loaded, and what it passed in the last call, seen at the seam between backend and executor."""
 
     module: bytes = b""
     function: str = ""
     signature: str = ""
-    arguments: Sequence[Any] = field(default_factory=list)
+    fixed: dict[int, torch.Tensor] = field(default_factory=dict)
+    passed: list[Any] = field(default_factory=list)
 
     def watch(self, load: Callable[..., runner.Invoke]) -> Callable[..., runner.Invoke]:
         """Wrap the backend's loader."""
 
         def watched(
-            module: bytes, function: str, device: torch.device, signature: str, fixed: Mapping[int, Any] | None = None
+            module: bytes,
+            function: str,
+            device: torch.device,
+            signature: str,
+            fixed: Mapping[int, torch.Tensor] | None = None,
         ) -> runner.Invoke:
-            self.module, self.function, self.signature = module, function, signature
+            self.module, self.function, self.signature, self.fixed = module, function, signature, dict(fixed or {})
             invoke = load(module, function, device, signature, fixed)
 
-            def call(arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
-                # As the program takes them: what was fixed goes back to its place.
-                self.arguments = list(arguments)
-                for index, value in sorted((fixed or {}).items()):
-                    self.arguments.insert(index, value)
-                return invoke(arguments, storage)
+            def call(arguments: Sequence[Any], *storage: Any) -> Sequence[torch.Tensor]:
+                self.passed = list(arguments)
+                return invoke(arguments, *storage)
 
             return call
 
         return watched
+
+    def arguments(self) -> list[Any]:
+        """Put fixed and passed arguments into the order of the program's."""
+        passed = iter(self.passed)
+        count = len(self.passed) + len(self.fixed)
+        return [self.fixed[place] if place in self.fixed else next(passed) for place in range(count)]
 
 
 def model(fixture: Fixture) -> torch.nn.Module:
@@ -64,7 +72,7 @@ def bare(loaded: Loaded, fixture: Fixture) -> Callable[[], object]:
     context = rt.VmContext(instance, [rt.create_hal_module(instance, fixture.hal), module])
     function = module.lookup_function(loaded.function)
     storage = [torch.empty(SHAPE, device=fixture.torch)] * loaded.signature.count("iree.abi.output")
-    arguments = im.to_variant_list([*loaded.arguments, *storage], device=fixture.hal)
+    arguments = im.to_variant_list([*loaded.arguments(), *storage], device=fixture.hal)
 
     def invoke() -> object:
         results = rt.VmVariantList(1)

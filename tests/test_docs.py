@@ -7,6 +7,7 @@ import contextlib
 import doctest
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -235,10 +236,60 @@ def test_troubleshooting_is_keyed_by_texts_that_occur() -> None:
     assert [key for key in keys if key not in sources] == []
 
 
-def test_api_page_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("make_api", DOCS / "make_api.py")
+def script(name: str) -> Any:
+    """A program in docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    make_api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_api)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_api_page_is_current() -> None:
+    make_api = script("make_api")
     assert make_api.PAGE.read_text() == make_api.render(), "run: python docs/make_api.py"
+
+
+REPORT: dict[str, Any] = {
+    "machine": {"processor": "a processor", "cores": 4},
+    "date": "2000-01-01 00:00 UTC",
+    "versions": {"python": "3", "torch": "2"},
+    "unit": {"ns": 1234.4},
+    "settings": {"rounds": 7, "processes": 2},
+    "cases": {
+        "import.ours": {"median": 111.0, "iqr": 2.0, "ratio": 0.254, "per": "tensor"},
+        "import.stock.to_dlpack": {"median": 20_000.0, "iqr": 3.0, "ratio": 9.9, "per": "tensor"},
+        "export.ours": {"median": 222.0, "iqr": 2.0, "ratio": 0.5, "per": "tensor"},
+        "call.2x2.own.known": {"median": 333.0, "iqr": 2.0, "ratio": 0.5, "per": "call"},
+    },
+    "derived": {"over.call.2x2.own.known.percent": {"value": 12.34}},
+    "skipped": {"export.stock": "RuntimeError"},
+}
+
+
+def test_numbers_come_from_the_results(tmp_path: Path) -> None:
+    numbers = script("make_numbers")
+    page = f"before\n{numbers.BEGIN}something old\n{numbers.END}after\n"
+    assert numbers.replace(page, tmp_path) == f"before\n{numbers.BEGIN}{numbers.END}after\n"
+    (tmp_path / "cpu.json").write_text(json.dumps(REPORT))
+    (tmp_path / "cpu-share.svg").write_text("")
+    made = numbers.replace(page, tmp_path)
+    assert "**a processor, 4 cores**, 2000-01-01 00:00 UTC, torch 2, python 3. One `t.detach()`: 1234 ns." in made
+    assert "| 400 tensors in, each | 111.0 ns | 2.0 ns | 0.25 | 20.0 us |  |" in made
+    assert "| 450 results out, each | 222.0 ns | 2.0 ns | 0.50 | fails |  |" in made
+    assert "| call of 2 in, 2 out: known tensors | 333.0 ns | 2.0 ns |  |  | 12.3 % |" in made
+    assert "](benchmarks/results/cpu-share.svg)\n" in made
+    with pytest.raises(ValueError, match="no marks"):
+        numbers.replace("a page", tmp_path)
+
+
+def test_readme_numbers_are_the_recorded_ones() -> None:
+    """What README.md says of a date is what the results of that date say; results of another date may lie there."""
+    numbers = script("make_numbers")
+    page = numbers.PAGE.read_text()
+    made = numbers.replace(page, numbers.RESULTS)
+    shown, recorded = (set(re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text)) for text in (page, made))
+    assert shown != recorded or page == made, "run: python docs/make_numbers.py"
+    between = page.partition(numbers.BEGIN)[2].partition(numbers.END)[0]
+    assert shown or not re.search(r"\d", between), "numbers without a date"
