@@ -89,7 +89,8 @@ def _markdown(text: str) -> str:
 
 def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
     """The parts of a numpydoc text; the first one has no title."""
-    title, lines, rest = "", [], text.splitlines()
+    lines: list[str] = []
+    title, rest = "", text.splitlines()
     while rest:
         line = rest.pop(0)
         if line and rest and set(rest[0]) == {"-"}:
@@ -103,7 +104,8 @@ def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def _items(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Unindented heads with the indented text below each."""
-    head, body = "", []
+    body: list[str] = []
+    head = ""
     for line in lines:
         if line and not line.startswith(" "):
             if head:
