@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import iree.runtime as rt
@@ -62,6 +63,11 @@ class Fixture:
             torch.cuda.synchronize(self.torch)
 
 
+def detach(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Detach every tensor, the list kept."""
+    return [tensor.detach() for tensor in tensors]
+
+
 def floor_cases(fixture: Fixture) -> Iterator[Case]:
     """Time what torch itself asks for."""
     tensors = fixture.tensors()
@@ -74,7 +80,7 @@ def floor_cases(fixture: Fixture) -> Iterator[Case]:
     )
     for size in fixture.sizes:
         some = fixture.tensors(size)
-        yield Case(f"scaling.detach.{size}", f"`detach` of {size}", lambda some=some: [t.detach() for t in some], size)
+        yield Case(f"scaling.detach.{size}", f"`detach` of {size}", partial(detach, some), size)
 
 
 def stock_import(device: rt.HalDevice, tensors: Sequence[torch.Tensor], capsule: Callable[[Any], Any]) -> object:
@@ -131,13 +137,13 @@ def import_cases(fixture: Fixture) -> Iterator[Case]:
         yield Case(
             f"scaling.import.{size}",
             f"`to_variant_list` of {size}",
-            lambda some=some: marshal.to_variant_list(some),
+            partial(marshal.to_variant_list, some),
             size,
         )
         yield Case(
             f"scaling.import.stock.{size}",
             f"stock import of {size}, `to_dlpack`",
-            lambda some=some: stock_import(hal, some, to_dlpack),
+            partial(stock_import, hal, some, to_dlpack),
             size,
             optional=True,
         )
@@ -229,24 +235,22 @@ def core_cases(fixture: Fixture) -> Iterator[Case]:
         yield Case(
             f"scaling.export.{size}",
             f"`from_variant_list` of {size}, imported memory",
-            lambda some=some: marshal.from_variant_list(some),
+            partial(marshal.from_variant_list, some),
             size,
         )
+
+
+def flatness(way: str, size: int) -> Derived:
+    """Derive how much more a tensor costs in a list of `size` than in one of a hundred."""
+    long, short = f"scaling.{way}.{size}", f"scaling.{way}.100"
+    title = f"cost per tensor, {size} over 100: {way}"
+    return Derived(f"flat.{way}.{size}", title, lambda one: (one[long] / size) / (one[short] / 100), "x")
 
 
 def core_derived(fixture: Fixture) -> Iterator[Derived]:
     """Yield figures over the core cases."""
     for way in ("import", "export", "import.stock", "detach"):
-        for size in fixture.sizes:
-            if size > 100:
-                yield Derived(
-                    f"flat.{way}.{size}",
-                    f"cost per tensor, {size} over 100: {way}",
-                    lambda one, way=way, size=size: (
-                        one[f"scaling.{way}.{size}"] / size / (one[f"scaling.{way}.100"] / 100)
-                    ),
-                    "x",
-                )
+        yield from (flatness(way, size) for size in fixture.sizes if size > 100)
     yield Derived(
         "speedup.import",
         "stock `to_dlpack` import over ours",

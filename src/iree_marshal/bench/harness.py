@@ -91,14 +91,49 @@ class Settings:
 
 @dataclass
 class Recording:
-    """The rounds of one process: host nanoseconds per call and per case, figures, and what was left out."""
+    """The rounds of one process: nanoseconds per call by case (see `Sample`), figures, and what was left out."""
 
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
     drained: dict[str, list[float]] = field(default_factory=dict)
+    thread: dict[str, list[float]] = field(default_factory=dict)
     derived: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Nanoseconds per call of one sample.
+
+    Attributes
+    ----------
+    host : float
+        Until the calls had returned.
+    drained : float
+        Until the device was idle as well.
+    thread : float
+        That this thread spent on a processor: what the calls cost the host where other work
+        shares the machine. Time spent waiting, for IREE's workers or the device, is not in it.
+    """
+
+    host: float
+    drained: float
+    thread: float
+
+
+def _sample(call: Callable[[], object], repetitions: int, synchronize: Callable[[], None]) -> Sample:
+    clock, thread_clock = time.perf_counter_ns, time.thread_time_ns
+    synchronize()
+    thread_start = thread_clock()
+    start = clock()
+    for _ in itertools.repeat(None, repetitions):
+        call()
+    host = clock() - start
+    thread = thread_clock() - thread_start
+    synchronize()
+    drained = clock() - start
+    return Sample(host / repetitions, drained / repetitions, thread / repetitions)
 
 
 def _calibrate(case: Case, sample_ns: float) -> int:
@@ -106,23 +141,10 @@ def _calibrate(case: Case, sample_ns: float) -> int:
     case.call()
     repetitions = 1
     while True:
-        elapsed, _ = _sample(case.call, repetitions, lambda: None)
-        total = elapsed * repetitions
-        if total >= sample_ns / 4:
+        elapsed = _sample(case.call, repetitions, lambda: None).host
+        if elapsed * repetitions >= sample_ns / 4:
             return max(1, round(sample_ns / elapsed))
         repetitions *= 2
-
-
-def _sample(call: Callable[[], object], repetitions: int, synchronize: Callable[[], None]) -> tuple[float, float]:
-    """Nanoseconds per call that the host was busy, and until the device was idle as well."""
-    clock = time.perf_counter_ns
-    synchronize()
-    start = clock()
-    for _ in itertools.repeat(None, repetitions):
-        call()
-    host = clock()
-    synchronize()
-    return (host - start) / repetitions, (clock() - start) / repetitions
 
 
 def pin() -> None:
@@ -180,9 +202,10 @@ def measure(
         if affinity is not None:
             os.sched_setaffinity(0, affinity)
     for name in recording.cases:
-        recording.host[name] = [one[name][0] for one in rounds]
-        recording.drained[name] = [one[name][1] for one in rounds]
-    host = [{name: pair[0] for name, pair in one.items()} for one in rounds]
+        recording.host[name] = [one[name].host for one in rounds]
+        recording.drained[name] = [one[name].drained for one in rounds]
+        recording.thread[name] = [one[name].thread for one in rounds]
+    host = [{name: sample.host for name, sample in one.items()} for one in rounds]
     over = itertools.chain.from_iterable(_over(case) for case, _ in planned if case.over)
     for figure in itertools.chain(derived, over):
         try:
@@ -227,7 +250,7 @@ def _plan(cases: Iterable[Case], settings: Settings, recording: Recording) -> li
 
 def _rounds(
     planned: list[tuple[Case, int]], settings: Settings, synchronize: Callable[[], None]
-) -> list[dict[str, tuple[float, float]]]:
+) -> list[dict[str, Sample]]:
     rounds = []
     for number in range(settings.warmup + settings.rounds):
         order = planned if number % 2 else planned[::-1]

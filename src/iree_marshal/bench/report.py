@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from iree_marshal import paths
+from iree_marshal import __version__, paths
 from iree_marshal.bench.harness import UNIT, Recording, Settings
 
 __all__ = ["spread", "summarize", "table"]
@@ -37,17 +37,20 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
     dict
         What is written as JSON: ``cases`` holds, by name, ``median`` and ``iqr`` (host ns per
         tensor or call), ``drained`` (the same until the device was idle), ``ratio`` and
-        ``ratio_iqr`` (over the unit of the same round), ``unit_ns``; ``derived`` holds figures.
+        ``ratio_iqr`` (over the unit of the same round), ``unit_ns``, ``thread`` and
+        ``thread_ratio`` (processor time of the calling thread, which a busy machine changes
+        less); ``derived`` holds figures.
     """
     first = recordings[0]
     unit = [ns / first.cases[UNIT]["count"] for one in recordings for ns in one.host[UNIT]]
+    unit_thread = [ns / first.cases[UNIT]["count"] for one in recordings for ns in one.thread[UNIT]]
     report: dict[str, Any] = {
         "schema": 1,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device.type,
         "machine": machine(device),
         "versions": versions(),
-        "path": paths.active().__name__,
+        "path": path(),
         "settings": asdict(settings) | {"processes": len(recordings)},
         "unit": {"name": UNIT, "ns": statistics.median(unit)},
         "cases": {},
@@ -62,6 +65,7 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
         median, iqr = spread(per_one)
         ratio, ratio_iqr = spread([ns / floor for ns, floor in zip(per_one, unit, strict=True)])
         drained = statistics.median([ns / count for one in recordings for ns in one.drained[name]])
+        thread = [ns / count for one in recordings for ns in one.thread[name]]
         report["cases"][name] = about | {
             "median": median,
             "iqr": iqr,
@@ -69,6 +73,8 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
             "ratio": ratio,
             "ratio_iqr": ratio_iqr,
             "unit_ns": report["unit"]["ns"],
+            "thread": statistics.median(thread),
+            "thread_ratio": statistics.median([ns / floor for ns, floor in zip(thread, unit_thread, strict=True)]),
         }
     for name, about in first.derived.items():
         if not all(name in one.derived for one in recordings):
@@ -77,6 +83,16 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
         report["derived"][name] = {"title": about["title"], "unit": about["unit"], "value": value, "iqr": iqr}
     report["derived"] |= {name: row for one in recordings for name, row in one.figures.items()}
     return report
+
+
+def path() -> str:
+    """Name the active path, and on the native one how tensors are read."""
+    name = paths.status().path
+    if name != "fast":
+        return name
+    from iree_marshal import _tensors
+
+    return ", ".join([name, *(f"{what}: {how}" for what, how in _tensors.describe().items())])
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -95,8 +111,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Find the versions of everything that takes part, where installed."""
     names = ["iree-base-runtime", "iree-base-compiler", "numpy", "apache-tvm-ffi", "onnxruntime", "iree-turbine"]
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ["iree-marshal", *names]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "iree-marshal": __version__}
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -124,9 +140,10 @@ def table(report: Mapping[str, Any]) -> str:
         over = ""
         if f"over.{name}.us" in derived:
             over = f"{derived[f'over.{name}.us']['value']:.1f} us, {derived[f'over.{name}.percent']['value']:.1f} %"
+        ratio = f"{row['ratio']:.3f} | {row['ratio_iqr']:.3f}" if row["per"] == "tensor" else " | "
         lines.append(
             f"| `{name}` | {row['title']} | {row['per']} | {duration(row['median'])} | {duration(row['iqr'])} "
-            f"| {row['ratio']:.3f} | {row['ratio_iqr']:.3f} | {over} | {mark} |"
+            f"| {ratio} | {over} | {mark} |"
         )
     figures = {name: row for name, row in derived.items() if not name.startswith("over.")}
     if figures:
