@@ -157,6 +157,22 @@ def test_storage_shrunk_under_a_known_tensor() -> None:
     assert torch.equal(exe(x, zero), aligned(4))
 
 
+def test_storage_shrunk_that_lies_where_it_lay_before() -> None:
+    # Resizing moves a storage; done twice it may end up at its old address, with fewer bytes.
+    exe = executor(modules.DYNAMIC)
+    again = 0
+    for number in range(200):
+        x = torch.ones(64 + number % 8, 4)
+        nbytes, address = x.numel() * 4, x.data_ptr()
+        exe(x)
+        x.untyped_storage().resize_(4 * nbytes)
+        x.untyped_storage().resize_(nbytes - 4)
+        again += x.data_ptr() == address
+        with pytest.raises(ValueError, match=f"ends at byte {nbytes} of a storage of {nbytes - 4}$"):
+            exe(x)
+    assert again > 0, "no storage came back to its address, so nothing was tested"
+
+
 def test_memory_freed_and_allocated_again() -> None:
     # torch's CPU allocator hands a freed block out again at once: the address alone must not be trusted.
     exe = executor(modules.DYNAMIC)
@@ -213,6 +229,21 @@ def test_arguments_are_kept_until_the_next_call_at_most(path: str) -> None:
     gc.collect()
     assert gone() is None
     assert sys.getrefcount(weight) == 2
+
+
+def test_calls_side_by_side_leave_only_the_last_ones_arguments() -> None:
+    exe = executor(modules.ADD)
+    pairs = [(aligned(4), aligned(4, start=1)), (aligned(4, start=2), aligned(4, start=3))]
+    frames = [exe._engine.prepare(pair, None) for pair in pairs]
+    gone = [weakref.ref(tensor) for tensor in pairs[0]]
+    for frame, (x, y) in zip(frames, pairs, strict=True):
+        exe._engine.run(frame)
+        assert torch.equal(exe._engine.collect(frame), x + y)
+    kept = pairs.pop()
+    del frames, frame, x, y, pairs
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    assert not imports_anew(exe, *kept)
 
 
 def test_numbers_of_live_imports() -> None:
