@@ -142,6 +142,16 @@ func.func @main(%a: tensor<4xf32>, %s: !hal.buffer {iree.abi.output = 0 : index}
   return %a : tensor<4xf32>
 }"""
 
+# Takes storage and never writes into it, whatever its signature claims.
+IGNORES_STORAGE = """
+func.func @main(%a: tensor<4xf32>, %s: !hal.buffer_view) -> tensor<4xf32> {
+  %0 = arith.addf %a, %a : tensor<4xf32>
+  return %0 : tensor<4xf32>
+}"""
+IGNORES_STORAGE_SIGNATURE = (
+    "func @main(%a: tensor<4xf32>, %s: !hal.buffer_view {iree.abi.output = 0 : index}) -> (%y: tensor<4xf32>)"
+)
+
 # The torch dialect: no reflection, an entry with fences beside the synchronous one.
 TORCH_ADD = """
 func.func @main(%a: !torch.vtensor<[4],f32>, %b: !torch.vtensor<[4],f32>) -> !torch.vtensor<[4],f32> {

@@ -216,6 +216,14 @@ def test_result_that_is_an_argument_gets_into_its_storage_too(path: str) -> None
     assert y.data_ptr() != x.data_ptr()
 
 
+def test_storage_that_the_program_ignores_is_filled_all_the_same(path: str) -> None:
+    exe = executor(modules.IGNORES_STORAGE, path=path, signature=modules.IGNORES_STORAGE_SIGNATURE)
+    out = torch.full((4,), -1.0)
+    assert exe(aligned(4), out=[out]) is out
+    assert torch.equal(out, aligned(4) * 2)
+    assert torch.equal(exe(aligned(4, start=1)), aligned(4, start=1) * 2)
+
+
 def test_out_without_storage_arguments(path: str) -> None:
     exe = load("ADD", path)
     message = (
