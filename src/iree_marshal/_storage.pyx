@@ -32,6 +32,9 @@ from iree_marshal._exporting import from_variant_list
 from iree_marshal.calling import as_returned
 
 
+cdef uintptr_t _slice_alignment = slab.SLICE_ALIGNMENT
+
+
 cdef struct Extent:
     char* start
     char* end
@@ -158,7 +161,7 @@ cdef class ResultStorage:
             raise ValueError(f"{self.layout.missing}; pass out=[...] with tensors to write into")
         base = torch.empty(self.layout.nbytes + slab.SLICE_ALIGNMENT, dtype=torch.uint8, device=self.torch_device)
         read_admitted(base, &whole)
-        skip = <int64_t>(-<uintptr_t>whole.data % <uintptr_t>256)
+        skip = <int64_t>(-<uintptr_t>whole.data % _slice_alignment)
         start = <char*>whole.data + skip
         for dtype in self.piece_dtypes:
             typed.append(base if dtype is torch.uint8 else base.view(dtype))
