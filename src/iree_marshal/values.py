@@ -19,7 +19,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from iree_marshal.element_types import HAL_OF
 from iree_marshal.errors import where
 
-__all__ = ["ALIGNMENT", "FLOAT", "INT", "LIST", "NONE", "REF", "TENSOR", "VARIANTS", "admit"]
+__all__ = [
+    "ALIGNMENT",
+    "FLOAT",
+    "INT",
+    "LIST",
+    "NONE",
+    "REF",
+    "TENSOR",
+    "VARIANTS",
+    "admit",
+    "as_stored",
+    "check_depth",
+]
 
 TENSOR, INT, FLOAT, NONE, LIST, VARIANTS, REF = range(7)
 """What an element becomes: see `admit`."""
@@ -81,16 +93,29 @@ def admit(
     if value is None:
         return NONE, None
     if isinstance(value, (list, tuple)):
-        if len(path) > _DEEPEST:
-            raise ValueError(f"element {path[0]}: lists nested deeper than {_DEEPEST}, or a list that contains itself")
+        check_depth(path)
         return LIST, value
     if isinstance(value, rt.VmVariantList):
         return VARIANTS, value
-    if hasattr(value, "__iree_vm_ref__"):
+    if _is_reference(value, path):
         return REF, value
     if isinstance(value, np.generic):
         return _admit_numpy_scalar(value, path)
     return TENSOR, _admit_tensor(_as_tensor(value, path, copy), path, device, copy, upload)
+
+
+def check_depth(path: tuple[int, ...]) -> None:
+    """Refuse a list, at `path`, that no program can mean: one that contains itself is met deeper and deeper."""
+    if len(path) > _DEEPEST:
+        raise ValueError(f"element {path[0]}: lists nested deeper than {_DEEPEST}, or a list that contains itself")
+
+
+def _is_reference(value: Any, path: tuple[int, ...]) -> bool:
+    # What the attribute gives decides, not that it is there: the classes of iree.runtime have it, too.
+    try:
+        return isinstance(getattr(value, "__iree_vm_ref__", None), rt.VmRef)
+    except Exception as error:
+        raise TypeError(f"{where(path)}: the {type(value).__name__} gives no reference: {error}") from error
 
 
 def _admit_int(value: int, path: tuple[int, ...]) -> int:
@@ -104,7 +129,7 @@ def _admit_numpy_scalar(value: np.generic, path: tuple[int, ...]) -> tuple[int, 
         return INT, int(value)
     if isinstance(value, np.integer):
         return INT, _admit_int(operator.index(value), path)
-    if isinstance(value, np.floating):
+    if isinstance(value, np.floating) or value.dtype.name in _EXTENSION_TYPES:
         exact = float(value)
         if exact == value or exact != exact:
             return FLOAT, exact
@@ -117,8 +142,7 @@ def _admit_numpy_scalar(value: np.generic, path: tuple[int, ...]) -> tuple[int, 
 def _admit_tensor(
     tensor: torch.Tensor, path: tuple[int, ...], device: torch.device | None, copy: bool | None, upload: bool
 ) -> torch.Tensor:
-    # Subclasses are read as what they are stored as; their __torch_function__ has no say here.
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_stored():
         _refuse_without_memory(tensor, path)
         if tensor.dtype not in HAL_OF:
             raise TypeError(f"{where(path)}: HAL has no element type for {tensor.dtype}")
@@ -132,6 +156,29 @@ def _admit_tensor(
             if device is not None and tensor.device != device:
                 tensor = _moved(tensor, path, device, upload)
             return _compacted(tensor, path, copy)
+
+
+class as_stored:  # noqa: N801 - reads like a word where it is used
+    """Within the block tensors are what they are stored as, and operators make plain ones.
+
+    Neither a subclass nor a mode of the caller's (a fake mode, a default device, a
+    transform of torch.func) has a say. A copy made under a fake mode would have no memory.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableFuncTorch(),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 def _refuse_without_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
@@ -152,10 +199,20 @@ def _refuse_without_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
         reason = f"of layout {tensor.layout}"
     elif tensor.is_quantized:
         reason = f"quantized ({tensor.dtype})"
+    elif torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) and not _pointer(tensor):
+        # No flatten method gives this one away; without elements it looks like an empty tensor.
+        reason = "a subclass without storage of its own"
     if reason:
         raise TypeError(f"{where(path)}: expected a dense tensor with memory, got a {name} that is {reason}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{where(path)}: IREE has no device for a {name} on {tensor.device}; supported: cpu, cuda")
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _refuse_missing_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
@@ -170,8 +227,7 @@ def _refuse_missing_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
     except RuntimeError as error:
         raise TypeError(f"{where(path)}: the memory of the {name} cannot be reached: {error}") from None
     if pointer == 0:
-        kind = TypeError if type(tensor) not in (torch.Tensor, torch.nn.Parameter) else ValueError
-        raise kind(f"{where(path)}: the {name} of shape {tuple(tensor.shape)} has no memory (null data pointer)")
+        raise ValueError(f"{where(path)}: the {name} of shape {tuple(tensor.shape)} has no memory (null data pointer)")
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     if (last + 1) * tensor.element_size() > available:
@@ -194,7 +250,8 @@ def _moved(tensor: torch.Tensor, path: tuple[int, ...], device: torch.device, up
 def _uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Pinned memory lets the copy run behind the host, in order on torch's current stream; torch keeps the
     # staging block from being reused until that stream is through with it.
-    staged = tensor if tensor.is_pinned() else tensor.resolve_conj().resolve_neg().contiguous().pin_memory()
+    # Pinned memory of the caller's is staged as well: it may be written again before the copy has run.
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return staged.to(device, non_blocking=True)
 
 
@@ -272,8 +329,9 @@ def _from_numpy(array: np.ndarray[Any, Any], path: tuple[int, ...], copy: bool |
                 f"strides {array.strides} bytes"
             )
         array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-    try:
-        tensor = torch.from_numpy(array)
-    except TypeError:
-        raise TypeError(f"{where(path)}: torch has no dtype for a numpy array of {array.dtype}") from None
-    return tensor if reinterpret is None else tensor.view(reinterpret)
+    with as_stored():
+        try:
+            tensor = torch.from_numpy(array)
+        except TypeError:
+            raise TypeError(f"{where(path)}: torch has no dtype for a numpy array of {array.dtype}") from None
+        return tensor if reinterpret is None else tensor.view(reinterpret)
