@@ -2,9 +2,8 @@
 """The portable path: the same crossing on public calls of iree.runtime alone.
 
 Slower, but right on any runtime: it is used where the native path is not proven, and as
-the oracle of the tests. It differs in three points. CUDA results are copied (stock IREE
-cannot export stream-ordered allocations), CUDA is ordered by host synchronization, and
-a `None` element is refused, because no public call can push a null reference.
+the oracle of the tests. It differs in two points: CUDA results are copied (stock IREE
+cannot export stream-ordered allocations), and CUDA is ordered by host synchronization.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ class _Import:
             elif kind == values.FLOAT:
                 variants.push_float(payload)
             elif kind == values.NONE:
-                raise NotImplementedError(
-                    f"{where(inner)}: None needs the native path: iree.runtime has no public call for a null reference"
-                )
+                variants.push_ref(_null_reference(inner))
             elif kind == values.LIST:
                 variants.push_list(self.convert(payload, inner))
             elif kind == values.VARIANTS:
@@ -95,6 +92,37 @@ class _Import:
             else:
                 variants.push_ref(payload)
         return variants
+
+
+_null: rt.VmRef | None = None
+
+
+def _null_reference(path: tuple[int, ...]) -> rt.VmRef:
+    """A reference to nothing. No public call makes one, but it can be had from IREE's own HAL module.
+
+    That hands out a null device for an ordinal beyond the last one, and a module written in
+    Python is given its arguments as references, null ones included.
+    """
+    global _null
+    if _null is None:
+        taken: list[rt.VmRef] = []
+        try:
+            instance = devices.vm_instance()
+            source = rt.create_hal_module(instance, devices.hal_device("cpu"))
+            interface = rt.PyModuleInterface("iree_marshal", lambda interface: None)
+            interface.export("take", "0r_v", lambda state, reference: taken.append(reference))
+            sink = interface.create()
+            context = rt.VmContext(instance, modules=[source, sink])
+            ordinal, nothing = rt.VmVariantList(1), rt.VmVariantList(1)
+            ordinal.push_int(2**31)
+            context.invoke(source.lookup_function("devices.get"), ordinal, nothing)
+            context.invoke(sink.lookup_function("take"), nothing, rt.VmVariantList(1))
+            _null = taken[0]
+        except Exception as error:
+            raise NotImplementedError(
+                f"{where(path)}: None needs the native path: iree.runtime has no public call for a null reference"
+            ) from error
+    return _null
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +140,7 @@ def _import(hal_device: rt.HalDevice, tensor: torch.Tensor) -> rt.HalBufferView:
     The bytes cross, and the view says what they mean: IREE's DLPack import knows neither
     float8 nor the strides torch gives to empty tensors.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with values.as_stored():
         raw = hal_device.from_dlpack_capsule(dlpack.to_dlpack(_bytes_of(tensor)))
     return rt.HalBufferView(raw.get_buffer(), list(tensor.shape), HAL_OF[tensor.dtype])
 
@@ -137,7 +165,9 @@ def _convert(
             tensor = _export(hal_device, value.deref(rt.HalBufferView), inner)
             results.append(tensor_as_array(tensor) if as_arrays else tensor)
         elif value.isinstance(rt.VmVariantList):
-            results.append(_convert(variants.get_as_list(index), hal_device, as_arrays, (*path, index)))
+            inner = (*path, index)
+            values.check_depth(inner)
+            results.append(_convert(variants.get_as_list(index), hal_device, as_arrays, inner))
         else:
             results.append(as_runtime_object(value))
     return results
@@ -161,11 +191,12 @@ def _export(hal_device: rt.HalDevice | None, view: rt.HalBufferView, path: tuple
     device = hal_device or _device_of_results(host_visible, path)
     flat = rt.HalBufferView(buffer, [view.byte_length], _BYTE)
     torch_device = devices.torch_device_of(device)
-    if torch_device.type == "cpu":
-        raw = dlpack.from_dlpack(device.create_dlpack_capsule(flat, _DLPACK_CPU, 0))
-    else:
-        raw = copy_out(device, buffer, view.byte_length, torch_device)
-    return raw.view(dtype).reshape(tuple(view.shape))
+    with values.as_stored():
+        if torch_device.type == "cpu":
+            raw = dlpack.from_dlpack(device.create_dlpack_capsule(flat, _DLPACK_CPU, 0))
+        else:
+            raw = copy_out(device, buffer, view.byte_length, torch_device)
+        return raw.view(dtype).reshape(tuple(view.shape))
 
 
 def _device_of_results(host_visible: bool, path: tuple[int, ...]) -> rt.HalDevice:
