@@ -40,6 +40,7 @@ from iree_marshal._tensors cimport (
     is_plain_tensor,
     is_unchanged,
     lies_at,
+    prefetch,
     read_admitted,
     read_clean,
     require_reader,
@@ -57,6 +58,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     MOST_SPARE_FRAMES = 8
+    AHEAD = 4  # how many arguments ahead of the one that is looked at
 
 
 cdef class NativeEngine:
@@ -205,6 +207,10 @@ cdef class NativeEngine:
             position = binding.inputs[place]
             slot = &binding.slots[position]
             item = borrow_tuple_item(args, place)
+            if place + AHEAD < binding.input_count:
+                last = frame.known[binding.inputs[place + AHEAD]].tensor
+                if last != NULL:
+                    prefetch(last)
             if slot.kind <= SLOT_TENSOR:
                 known = &frame.known[position]
                 last = known.tensor
@@ -354,10 +360,11 @@ cdef class NativeEngine:
         results = self.storage.hand_out(frame)
         if frame.transient:
             frame.forget(True)
-        self._give_back(frame)
         if self.timing:
             frame.times[3] = time.perf_counter_ns() - begun
             self.last_timing = Timing(*frame.times)
+        # Last: what is raised before it makes the caller abandon the frame, which must be in one place only.
+        self._give_back(frame)
         return results
 
     def call(self, tuple args, out):

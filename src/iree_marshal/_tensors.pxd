@@ -25,6 +25,7 @@ cdef Reading read_clean(PyObject* tensor, bint grad_mode, TensorView* view) noex
 cdef bint is_unchanged(
     PyObject* tensor, bint grad_mode, void* data, uint32_t element_type, int64_t rank, const int64_t* sizes
 ) noexcept nogil
+cdef void prefetch(PyObject* tensor) noexcept nogil
 cdef bint lies_at(PyObject* tensor, void* data) noexcept nogil
 cdef int read_admitted(object tensor, TensorView* view) except -1
 cdef bint is_plain_tensor(PyObject* value) noexcept nogil

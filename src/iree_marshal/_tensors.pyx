@@ -36,6 +36,7 @@ from iree_marshal.abi.torch_native cimport (
     im_torch_int32_fn_t,
     im_torch_int64_fn_t,
     im_torch_pointer_fn_t,
+    im_torch_prefetch,
     im_torch_tensor_bit_fn_t,
 )
 
@@ -198,6 +199,11 @@ cdef bint is_unchanged(
     return not (grad_mode and _shim.requires_grad((<void**>handle)[0]))
 
 
+cdef void prefetch(PyObject* tensor) noexcept nogil:
+    """Start fetching a tensor that `read_clean` has read before: between calls its memory leaves the caches."""
+    im_torch_prefetch(<char*>tensor + _tensor_at)
+
+
 cdef bint lies_at(PyObject* tensor, void* data) noexcept nogil:
     """Whether a plain tensor's data pointer is this one; a quick look before `read_clean`."""
     cdef void* address
@@ -243,9 +249,11 @@ cdef int read_admitted(object tensor, TensorView* view) except -1:
     view.rank = borrowed.ndim
     view.device_type = 0 if borrowed.device.device_type == IM_DL_CPU else 1
     view.device_index = -1 if borrowed.device.device_type == IM_DL_CPU else borrowed.device.device_id
-    # From torch, not from the table, which mislabels 4-bit and some 1-bit types.
-    view.element_type = element_types.HAL_OF[tensor.dtype]
-    view.nbytes = tensor.numel() * tensor.element_size()
+    # From torch, not from the table, which mislabels 4-bit and some 1-bit types; and from the
+    # tensor as it is stored, whatever a subclass's __torch_function__ says.
+    with torch._C.DisableTorchFunction():
+        view.element_type = element_types.HAL_OF[tensor.dtype]
+        view.nbytes = tensor.numel() * tensor.element_size()
     return 0
 
 

@@ -40,4 +40,13 @@ typedef void *(*im_torch_wrap_fn_t)(const void *tensor);
 #define IM_TORCH_TENSOR_OFFSET 16
 #define IM_TORCH_TENSOR_OFFSET_TAGGED 24
 
+/* Fetch what a reader of the tensor at `tensor` will look at first; reads nothing
+ * but the pointer to the TensorImpl. */
+static inline void im_torch_prefetch(const void *tensor) {
+  const char *impl = *(const char *const *)tensor;
+  __builtin_prefetch(impl);
+  __builtin_prefetch(impl + 64);
+  __builtin_prefetch(impl + 128);
+}
+
 #endif /* IREE_MARSHAL_ABI_TORCH_NATIVE_H_ */

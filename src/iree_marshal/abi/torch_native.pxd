@@ -19,3 +19,4 @@ cdef extern from "torch_native.h" nogil:
     ) noexcept nogil
     ctypedef int32_t (*im_torch_delete_fn_t)(void* tensor) noexcept nogil
     ctypedef void* (*im_torch_wrap_fn_t)(const void* tensor) except NULL
+    void im_torch_prefetch(const void* tensor) noexcept nogil
