@@ -59,7 +59,7 @@ def derived(fixture: Fixture) -> Iterator[Derived]:
     from benchmarks.cuda import order_derived
 
     yield from core_derived(fixture)
-    yield from call_derived()
+    yield from call_derived(fixture)
     yield from order_derived()
 
 

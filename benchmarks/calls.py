@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +14,33 @@ from torch.utils.dlpack import to_dlpack
 import iree_marshal as im
 from benchmarks.cuda import adoption_cases
 from benchmarks.programs import Program, load
-from iree_marshal.bench.cases import Fixture, dlpack_device, export_cases, stock_export, stock_import
+from iree_marshal.bench.cases import TENSORS, Fixture, dlpack_device, export_cases, stock_export, stock_import
 from iree_marshal.bench.harness import UNIT, Case, Derived
 
-__all__ = ["call_cases", "call_derived"]
+__all__ = ["bare", "call_cases", "call_derived", "sizes_of"]
 
-# Two lengths each: what a call costs on its own cancels in the difference.
-ARGUMENTS = (100, 400)
-RESULTS = (150, 450)
-# The fewest inputs whose pairs give that many different sums.
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many tensors go in and out. Two lengths each: what a call costs on its own cancels in the difference."""
+
+    arguments: tuple[int, int] = (100, 400)
+    results: tuple[int, int] = (150, 450)
+    whole: tuple[tuple[int, int], ...] = ((2, 2), (400, 450))
+
+
+# Programs that compile in a second, for smoke runs.
+QUICK = Sizes((10, 40), (15, 45), ((2, 2), (40, 45)))
+# The fewest inputs whose pairs give 450 different sums.
 RESULT_INPUTS = 31
 WAYS = ("new", "known", "bound")
-WHOLE = ((2, 2), (400, 450))
 # An executor may remember its last call; three sets in turn are never remembered.
 SETS = 3
+
+
+def sizes_of(fixture: Fixture) -> Sizes:
+    """Return the sizes of a run."""
+    return QUICK if fixture.quick else Sizes()
 
 
 def executor(program: Program, fixture: Fixture, **options: Any) -> Any:
@@ -62,7 +76,7 @@ def bare(name: str, program: Program, fixture: Fixture, tensors: list[torch.Tens
 
 def argument_cases(fixture: Fixture) -> Iterator[Case]:
     """Time calls with many arguments and one result."""
-    for count in ARGUMENTS:
+    for count in sizes_of(fixture).arguments:
         program, tensors = load(fixture, count, 1, storage=False), fixture.tensors(count)
         where = f"arguments.{count}"
         yield bare(f"{where}.bare", program, fixture, tensors)
@@ -86,7 +100,7 @@ def argument_cases(fixture: Fixture) -> Iterator[Case]:
 def result_cases(fixture: Fixture) -> Iterator[Case]:
     """Time calls with few arguments, all bound, and many results."""
     tensors = fixture.tensors(RESULT_INPUTS)
-    for count in RESULTS:
+    for count in sizes_of(fixture).results:
         own = load(fixture, RESULT_INPUTS, count, storage=False)
         storage = load(fixture, RESULT_INPUTS, count, storage=True)
         where = f"results.{count}"
@@ -143,7 +157,7 @@ def stock(program: Program, fixture: Fixture, tensors: list[torch.Tensor]) -> Ca
 
 def whole_cases(fixture: Fixture) -> Iterator[Case]:
     """Time whole calls: tensors to tensors."""
-    for inputs, results in WHOLE:
+    for inputs, results in sizes_of(fixture).whole:
         tensors = fixture.tensors(inputs)
         for kind, storage in (("own", False), ("storage", True)):
             program = load(fixture, inputs, results, storage=storage)
@@ -178,7 +192,7 @@ def whole_cases(fixture: Fixture) -> Iterator[Case]:
                     stock(program, fixture, tensors),
                     optional=True,
                 )
-            if inputs == WHOLE[-1][0] and not storage:
+            if inputs > 2 and not storage:
                 variants = program.invoke(program.arguments(tensors, fixture))
                 yield from export_cases(fixture, variants, "export", "results of a program")
                 if fixture.cuda:
@@ -187,45 +201,48 @@ def whole_cases(fixture: Fixture) -> Iterator[Case]:
 
 def call_cases(fixture: Fixture) -> Iterator[Case]:
     """Yield every case that needs compiled programs."""
-    yield from argument_cases(fixture)
-    yield from result_cases(fixture)
+    inline = fixture.inline()
+    yield from argument_cases(inline)
+    yield from result_cases(inline)
     yield from whole_cases(fixture)
 
 
-def slope(
-    name: str, title: str, lengths: tuple[int, int], with_: Callable[[int], str], without: Callable[[int], str]
-) -> Derived:
-    """Derive what one more tensor costs over the bare invocation, in units, from calls of two lengths."""
+def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str, floor: str) -> Derived:
+    """Derive what one more tensor costs over the bare invocation, in units, from calls of two lengths.
+
+    Parameters
+    ----------
+    name, title : str
+        Of the figure.
+    group : str
+        ``arguments`` or ``results``: the cases are named ``group.length.way``.
+    lengths : tuple of int
+        The shorter and the longer.
+    way, floor : str
+        The call, and the bare invocation that it contains.
+    """
     short, long = lengths
 
     def value(one: Mapping[str, float]) -> float:
-        over_long = one[with_(long)] - one[without(long)]
-        over_short = one[with_(short)] - one[without(short)]
-        return (over_long - over_short) / (long - short) / (one[UNIT] / 400)
+        over_long = one[f"{group}.{long}.{way}"] - one[f"{group}.{long}.{floor}"]
+        over_short = one[f"{group}.{short}.{way}"] - one[f"{group}.{short}.{floor}"]
+        return (over_long - over_short) / (long - short) / (one[UNIT] / TENSORS)
 
     return Derived(name, title, value, "x detach")
 
 
-def call_derived() -> Iterator[Derived]:
+def call_derived(fixture: Fixture) -> Iterator[Derived]:
     """Yield the figures over the cases of this file."""
+    sizes = sizes_of(fixture)
     for way in WAYS:
-        yield slope(
-            f"executor.argument.{way}",
-            f"`Executor`: one more {way} argument",
-            ARGUMENTS,
-            lambda count, way=way: f"arguments.{count}.{way}",
-            lambda count: f"arguments.{count}.bare",
-        )
-    for kind, way, title in (
-        ("own", "views", "a view of IREE's own allocation"),
-        ("storage", "views", "a view of a slab"),
-        ("storage", "reuse", "with `reuse_outputs`"),
-        ("storage", "out", "with `out=`"),
+        title = f"`Executor`: one more {way} argument"
+        yield slope(f"executor.argument.{way}", title, "arguments", sizes.arguments, way, "bare")
+    for way, how in (
+        ("own.views", "a view of IREE's own allocation"),
+        ("storage.views", "a view of a slab"),
+        ("storage.reuse", "with `reuse_outputs`"),
+        ("storage.out", "with `out=`"),
     ):
-        yield slope(
-            f"executor.result.{kind}.{way}",
-            f"`Executor`: one more result, {title}",
-            RESULTS,
-            lambda count, kind=kind, way=way: f"results.{count}.{kind}.{way}",
-            lambda count, kind=kind: f"results.{count}.{kind}.bare",
-        )
+        floor = f"{way.split('.')[0]}.bare"
+        title = f"`Executor`: one more result, {how}"
+        yield slope(f"executor.result.{way}", title, "results", sizes.results, way, floor)

@@ -88,7 +88,7 @@ def compiled_cases(fixture: Fixture) -> Iterator[Case]:
     mlp, given = model(fixture), fixture.tensors(1)[0]
     name = backend.register()
     loaded = Loaded()
-    options = {"fallback": False}
+    options: dict[str, Any] = {"fallback": False}
     with mock.patch.object(runner, "load", loaded.watch(runner.load)):
         torch.compile(mlp, backend=name, options=options)(given)
     torch.compiler.reset()

@@ -6,7 +6,8 @@
     python benchmarks/instructions.py --check    # count, and fail where a count grew by more than 10 %
 
 Counting starts after the imports, and a count is the difference of two list lengths: what a process, a call and a list
-cost on their own cancels. Needs valgrind with its headers, and a C compiler.
+cost on their own cancels. Each call is counted on its own and the least taken: now and then malloc tidies up. Needs
+valgrind with its headers, and a C compiler.
 """
 
 from __future__ import annotations
@@ -22,18 +23,41 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).parent / "results" / "instructions.json"
 LENGTHS = (200, 600)
 REPETITIONS = 10
-# Valgrind serves requests that are special instructions, which only C can hold.
-REQUESTS = """
+LIMIT_S = 900
+# Valgrind serves requests that are special instructions, which only C can hold. And its 3.19 lets no other thread run
+# while one waits in io_uring, where IREE's threads wait: told that there is none, they use poll.
+REQUESTS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
 #include <valgrind/callgrind.h>
+
 void counting_start(void) { CALLGRIND_START_INSTRUMENTATION; }
 void counting_zero(void) { CALLGRIND_ZERO_STATS; }
 void counting_dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
+
+long syscall(long number, ...) {
+  if (number == SYS_io_uring_setup) {
+    errno = ENOSYS;
+    return -1;
+  }
+  long (*next)(long, ...) = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+  long a[6];
+  va_list more;
+  va_start(more, number);
+  for (int i = 0; i < 6; ++i) a[i] = va_arg(more, long);
+  va_end(more);
+  return next(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
 """
 
 
@@ -48,7 +72,7 @@ def compile_requests(folder: Path) -> Path:
         raise MissingToolError("counting instructions needs valgrind and a C compiler")
     target = folder / "requests.so"
     done = subprocess.run(
-        [compiler, "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target)],
+        [compiler, "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), "-ldl"],
         input=REQUESTS,
         capture_output=True,
         text=True,
@@ -79,8 +103,13 @@ def count(folder: Path) -> dict[str, float]:
         str(requests),
     ]
     # One thread and fixed hashes: the same process each time.
-    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    environment = os.environ | {
+        "LD_PRELOAD": str(requests),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the loops failed under valgrind:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     totals: dict[tuple[str, int], int] = {}
@@ -89,45 +118,50 @@ def count(folder: Path) -> dict[str, float]:
         name = re.search(r"^desc: Trigger: Client Request: (\w+)\.(\d+)$", text, re.MULTILINE)
         total = re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE)
         if name and total:
-            totals[name[1], int(name[2])] = int(total[1])
+            key = name[1], int(name[2])
+            totals[key] = min(int(total[1]), totals.get(key, sys.maxsize))
     short, long = LENGTHS
     loops = sorted({loop for loop, _ in totals})
-    if loops != ["from_variant_list", "to_variant_list"]:
+    if loops != ["detach", "from_variant_list", "to_variant_list"]:
         raise RuntimeError(f"callgrind wrote no counts for the loops, only {loops}")
-    return {loop: (totals[loop, long] - totals[loop, short]) / (long - short) / REPETITIONS for loop in loops}
+    return {loop: (totals[loop, long] - totals[loop, short]) / (long - short) for loop in loops}
 
 
 def loops(requests: Path) -> None:
-    """Run the loops; in the child process, under callgrind."""
+    """Run the loops, and torch's floor for scale; in the child process, under callgrind."""
     import ctypes
     import gc
 
+    import iree.runtime as rt
     import torch
 
     import iree_marshal as im
+    from iree_marshal.bench.cases import detach
 
     library = ctypes.CDLL(str(requests))
+    # One that works on the calling thread: nothing else is counted.
+    device = rt.get_driver("local-sync").create_default_device()
     torch.set_num_threads(1)
     gc.collect()
     gc.disable()
 
     def counted(name: str, call: Callable[[], object]) -> None:
-        call()
-        library.counting_zero()
         for _ in range(REPETITIONS):
+            library.counting_zero()
             call()
-        library.counting_dump(name.encode())
+            library.counting_dump(name.encode())
 
     with torch.no_grad():
         pool = [torch.zeros(64, 64) for _ in range(max(LENGTHS))]
-        lists = {length: im.to_variant_list(pool[:length]) for length in LENGTHS}
+        lists = {length: im.to_variant_list(pool[:length], device=device) for length in LENGTHS}
         for length in LENGTHS:
-            im.from_variant_list(lists[length])
+            im.from_variant_list(lists[length], device=device)
         library.counting_start()
         for length in LENGTHS:
             tensors, variants = pool[:length], lists[length]
-            counted(f"to_variant_list.{length}", lambda tensors=tensors: im.to_variant_list(tensors))
-            counted(f"from_variant_list.{length}", lambda variants=variants: im.from_variant_list(variants))
+            counted(f"detach.{length}", partial(detach, tensors))
+            counted(f"to_variant_list.{length}", partial(im.to_variant_list, tensors, device=device))
+            counted(f"from_variant_list.{length}", partial(im.from_variant_list, variants, device=device))
 
 
 def grown(stored: Mapping[str, float], found: Mapping[str, float], percent: float) -> list[str]:
@@ -144,7 +178,7 @@ def grown(stored: Mapping[str, float], found: Mapping[str, float], percent: floa
         f"{loop}: {found[loop]:.0f} instructions per tensor, {(found[loop] / stored[loop] - 1) * 100:+.1f} % over the "
         f"stored {stored[loop]:.0f}"
         for loop in stored
-        if found[loop] > stored[loop] * (1 + percent / 100)
+        if loop != "detach" and found[loop] > stored[loop] * (1 + percent / 100)
     ]
 
 

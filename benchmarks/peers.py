@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from benchmarks.calls import bare, sizes_of
 from benchmarks.programs import FUNCTION, load
 from iree_marshal.bench.cases import SHAPE, Fixture
 from iree_marshal.bench.harness import Case
@@ -101,20 +102,22 @@ def turbine_cases(fixture: Fixture) -> Iterator[Case]:
     """Time iree-turbine's launcher on a program that our own calls are timed on as well."""
     runtime: Any = importlib.import_module("iree.turbine.runtime")
     module: Any = importlib.import_module("iree.runtime").VmModule
-    program, tensors = load(fixture, INPUTS, 1, storage=False), fixture.tensors(INPUTS)
+    count = sizes_of(fixture).arguments[-1]
+    program, tensors = load(fixture, count, 1, storage=False), fixture.tensors(count)
     launch = runtime.Launchable.from_vm_module(
         lambda device: module.copy_buffer(device.vm_instance, program.module), entry_point=FUNCTION
     )
     if not torch.equal(launch(*tensors), tensors[0] + tensors[1]):
         raise RuntimeError("iree-turbine's result is wrong")
+    yield bare("peer.turbine.bare", program, fixture, tensors)
     yield Case(
         "peer.turbine.launch",
-        f"iree-turbine: `Launchable`, {INPUTS} in, 1 out",
+        f"iree-turbine: `Launchable`, {count} in, 1 out",
         lambda: launch(*tensors),
         1,
         "call",
         unlike="copies every argument",
-        over=f"arguments.{INPUTS}.bare",
+        over="peer.turbine.bare",
         optional=True,
     )
 

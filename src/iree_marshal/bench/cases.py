@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from iree_marshal.bench.harness import UNIT, Case, Derived
 
 __all__ = [
     "SHAPE",
+    "TENSORS",
     "Fixture",
     "core_cases",
     "core_derived",
@@ -38,15 +40,26 @@ class Fixture:
     device : str or torch.device
         Where the tensors are.
     quick : bool
-        Leave the longest lists out.
+        Leave the longest lists and the largest programs out.
     """
 
     def __init__(self, device: str | torch.device = "cpu", *, quick: bool = False) -> None:
         self.hal = devices.hal_device(torch.device(device))
         self.torch = devices.torch_device_of(self.hal)
         self.cuda = self.torch.type != "cpu"
+        self.quick = quick
         self.sizes = tuple(size for size in SIZES if size <= TENSORS) if quick else SIZES
         self._pool: list[torch.Tensor] = []
+
+    def inline(self) -> Fixture:
+        """Return the same tensors with a device that works on the calling thread, where IREE has one.
+
+        Handing work to another thread takes a time that varies by more than a tensor costs.
+        """
+        other = copy.copy(self)
+        if not self.cuda:
+            other.hal = rt.get_device("local-sync")
+        return other
 
     def tensors(self, count: int = TENSORS) -> list[torch.Tensor]:
         """Return the first `count` tensors of one pool, so that long lists share memory with short ones."""

@@ -52,8 +52,11 @@ def memory_per_import(fixture: Fixture, count: int = 10_000) -> dict[str, dict[s
     Returns
     -------
     dict
-        Figures as in the ``derived`` part of a report.
+        Figures as in the ``derived`` part of a report; empty where the C library cannot tell
+        what it has handed out (glibc before 2.33, other C libraries).
     """
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        return {}
     tensors = fixture.tensors(count)
 
     def difference(query: Callable[[], int]) -> tuple[float, float]:
