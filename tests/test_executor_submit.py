@@ -16,6 +16,7 @@ import pytest
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live
 
+from iree_marshal import devices, loading, paths
 from iree_marshal.executor import Executor
 from iree_marshal.pending import FencePending, Pending, ThreadPending
 
@@ -226,3 +227,14 @@ def test_worker_results_into_the_callers_memory(path: str) -> None:
     assert torch.equal(first.result()[0], aligned(4) * 2)
     assert second.result()[1] is out[1]
     assert torch.equal(out[1], (aligned(4, start=1) * 2).int())
+
+
+def test_async_function_that_takes_no_fences(path: str) -> None:
+    with paths.force("fast" if path == "native" else "portable"):
+        context, module = loading.load_context(modules.compiled(modules.ADD), devices.hal_device("cpu"), None)
+        entry, _ = loading.function_of(module, "main")
+        exe = Executor(context, entry, device="cpu", async_function=entry)
+    tensor = aligned(4)
+    with pytest.raises(ValueError, match="function mismatch"):
+        exe.submit(tensor, tensor)
+    assert torch.equal(exe(tensor, tensor), 2 * tensor)

@@ -59,6 +59,7 @@ from iree_marshal import devices, element_types
 from iree_marshal.arrays import HalArray
 from iree_marshal.errors import where
 from iree_marshal.portable import as_runtime_object, copy_out, tensor_as_array
+from iree_marshal.values import check_depth
 
 cdef enum:
     HIGHEST_RANK = 64      # torch's own limit; a view of a higher rank is damaged
@@ -290,6 +291,7 @@ cdef class Export:
             elif variant.type == IM_VALUE_TYPE_NONE:
                 results.append(None)
             elif variant.type == ref_types.list:
+                check_depth(path + (index,))
                 results.append(self.convert(variants.get_as_list(index), path + (index,)))
             else:
                 results.append(as_runtime_object(variants.get_as_ref(index)))

@@ -57,7 +57,8 @@ cdef void* _borrow(object instance, object cls) except NULL:
     cdef im_py_instance_t* head = <im_py_instance_t*><PyObject*>instance
     if not _armed:
         raise RuntimeError("the native path is not open: it was not proven yet, or the interpreter is shutting down")
-    if not isinstance(instance, cls):
+    # By the real class: what only claims to be one (a mock, a proxy) has another layout.
+    if not issubclass(type(instance), cls):
         raise TypeError(f"expected {cls.__name__}, got {type(instance).__name__}")
     # Bits other than these say who owns the memory; an instance made by __new__ alone is not ready.
     if head.state & IM_PY_INSTANCE_STATE_MASK != IM_PY_INSTANCE_STATE_READY:

@@ -249,11 +249,9 @@ cdef int read_admitted(object tensor, TensorView* view) except -1:
     view.rank = borrowed.ndim
     view.device_type = 0 if borrowed.device.device_type == IM_DL_CPU else 1
     view.device_index = -1 if borrowed.device.device_type == IM_DL_CPU else borrowed.device.device_id
-    # From torch, not from the table, which mislabels 4-bit and some 1-bit types; and from the
-    # tensor as it is stored, whatever a subclass's __torch_function__ says.
-    with torch._C.DisableTorchFunction():
-        view.element_type = element_types.HAL_OF[tensor.dtype]
-        view.nbytes = tensor.numel() * tensor.element_size()
+    # From torch, not from the table, which mislabels 4-bit and some 1-bit types.
+    view.element_type = element_types.HAL_OF[tensor.dtype]
+    view.nbytes = tensor.numel() * tensor.element_size()
     return 0
 
 

@@ -127,14 +127,14 @@ class Executor:
         if reuse_outputs:
             _check_reusable(declared, layout)
 
-        def engine(entry: rt.VmFunction) -> Any:
+        def engine(entry: rt.VmFunction, fences: bool) -> Any:
             program = Program(
                 invoke=context.invoke if declared is not None else _counted(context),
                 function=entry,
                 hal_device=hal_device,
                 torch_device=torch_device,
                 signature=declared,
-                fences=_has_fences(entry, declared),
+                fences=fences,
                 copy=copy,
                 upload=upload,
                 reuse_outputs=reuse_outputs,
@@ -142,11 +142,12 @@ class Executor:
             )
             return _engine_class(path)(program, layout)
 
-        self._engine = engine(function)
         self._fences = _has_fences(function, declared)
+        self._engine = engine(function, self._fences)
         self._async_engine = self._engine if self._fences else None
         if async_function is not None and not self._fences:
-            self._async_engine = engine(async_function)
+            # Fences are passed to it whatever it is: the list needs room for them, and IREE refuses what takes none.
+            self._async_engine = engine(async_function, True)
         self._check_inputs = inputs.wanted()
         self._lock: AbstractContextManager[Any] | None = None
         if serialize or reuse_outputs:

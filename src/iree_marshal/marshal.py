@@ -94,7 +94,8 @@ def to_variant_list(
     if copy is not None and not isinstance(copy, bool):
         raise TypeError(f"copy: expected None, True or False, got {copy!r}")
     path = paths.active()
-    sequence = values if isinstance(values, (list, tuple)) else tuple(values)
+    # The native path reads the items of a real list or tuple in place; a subclass may say otherwise what it holds.
+    sequence = values if type(values) in (list, tuple) else tuple(values)
     hal_device, torch_device = _resolve(device)
     return path.to_variant_list(sequence, hal_device, torch_device, copy, order, upload)
 

@@ -42,6 +42,8 @@ ALIGNMENT = 64
 # Deeper than any program's arguments; a list that contains itself gets here as well.
 _DEEPEST = 64
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 _INT64 = range(-(2**63), 2**63)
 
 _ACCEPTED = (
@@ -82,9 +84,10 @@ def admit(
     payload : object
         For `TENSOR` a tensor that is ready to import: strided, compact row-major, aligned
         to `ALIGNMENT` bytes, on `device`, of a dtype that HAL has a type for; the very
-        object where nothing had to be done. For `LIST` the raw list or tuple.
+        object where nothing had to be done and it is no other subclass. For `LIST` a real list or tuple, no subclass.
     """
-    if isinstance(value, torch.Tensor):
+    # By its real class: a proxy that only claims to be a tensor would be taken for one by torch's C functions.
+    if issubclass(type(value), torch.Tensor):
         return TENSOR, _admit_tensor(value, path, device, copy, upload)
     if isinstance(value, int):
         return INT, _admit_int(int(value), path)
@@ -94,7 +97,7 @@ def admit(
         return NONE, None
     if isinstance(value, (list, tuple)):
         check_depth(path)
-        return LIST, value
+        return LIST, value if type(value) in (list, tuple) else tuple(value)
     if isinstance(value, rt.VmVariantList):
         return VARIANTS, value
     if _is_reference(value, path):
@@ -155,7 +158,9 @@ def _admit_tensor(
         with torch.no_grad():
             if device is not None and tensor.device != device:
                 tensor = _moved(tensor, path, device, upload)
-            return _compacted(tensor, path, copy)
+            tensor = _compacted(tensor, path, copy)
+            # What a subclass says of itself ends here.
+            return tensor if type(tensor) in _PLAIN else tensor.as_subclass(torch.Tensor)
 
 
 class as_stored:  # noqa: N801 - reads like a word where it is used
@@ -185,7 +190,9 @@ def _refuse_without_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
     """Tensors that are no plain memory on a device."""
     name = type(tensor).__name__
     reason = ""
-    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        reason = "not initialised yet"
+    elif is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
         reason = "a subclass without storage of its own"
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         reason = "wrapped by torch.func"
