@@ -111,6 +111,7 @@ def test_numpy_scalars() -> None:
     values = [np.int8(-3), np.uint64(7), np.bool_(True), np.float32(0.1), np.float64(0.1)]
     assert cross(values) == [-3, 7, 1, float(np.float32(0.1)), 0.1]
     refused(TypeError, "element 0: expected a torch.Tensor", [np.complex64(1)])
+    refused(TypeError, "element 0: expected a torch.Tensor", [np.longdouble("0.1")])
     refused(ValueError, "element 0: 18446744073709551615 does not fit", [np.uint64(2**64 - 1)])
 
 
@@ -126,6 +127,33 @@ def test_runtime_objects_pass_as_they_are() -> None:
     assert isinstance(values[2], rt.HalFence)
     assert values[3][0].data_ptr() == tensor.data_ptr()
     assert values[4].data_ptr() == tensor.data_ptr()
+
+
+def test_null_reference() -> None:
+    values = im.to_variant_list([None, 1, [None]])
+    assert im.from_variant_list(values) == [None, 1, [None]]
+    assert cross([values, None]) == [[None, 1, [None]], None]
+
+
+class Pretending:
+    """Has the attribute of a reference, but no reference."""
+
+    __iree_vm_ref__ = 3
+
+
+class Failing:
+    @property
+    def __iree_vm_ref__(self) -> Any:
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("value", [rt.VmRef, rt.HalBufferView, Pretending(), Pretending])
+def test_what_only_looks_like_a_reference(value: Any) -> None:
+    refused(TypeError, "element 1: expected a torch.Tensor", [1, value])
+
+
+def test_reference_that_fails() -> None:
+    refused(TypeError, "element 1: the Failing gives no reference: not today", [1, Failing()])
 
 
 def test_hal_array_shares_memory() -> None:
@@ -367,9 +395,15 @@ def test_numpy_extension_types(name: str) -> None:
     assert raw(result) == list(array.tobytes())
 
 
+def test_numpy_extension_scalars() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert cross([ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(-0.5)]) == [1.5, -0.5]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (lambda a: np.zeros(16, [("tag", "i1"), ("value", "<i4")])["value"], "strides that are no multiple"),
         (lambda a: a[::-1], "negative strides"),
         (lambda a: a.astype(">f4"), "foreign byte order"),
         (lambda a: np.frombuffer(a.tobytes(), np.float32), "read-only"),

@@ -70,10 +70,14 @@ class _Import:
         self.upload = upload
 
     def convert(self, sequence: Sequence[Any], path: tuple[int, ...]) -> rt.VmVariantList:
-        variants = rt.VmVariantList(max(len(sequence), 1))
-        for index, value in enumerate(sequence):
+        count = len(sequence)
+        variants = rt.VmVariantList(max(count, 1))
+        for index in range(count):
+            # Admitting an element may run Python code that changes a list.
+            if index >= len(sequence):
+                raise RuntimeError(f"{where(path)}: the list changed its length while it was converted")
             inner = (*path, index)
-            kind, payload = values.admit(value, inner, self.torch_device, self.copy, self.upload)
+            kind, payload = values.admit(sequence[index], inner, self.torch_device, self.copy, self.upload)
             if kind == values.TENSOR:
                 if self.hal_device is None:
                     self.torch_device = payload.device
@@ -93,6 +97,9 @@ class _Import:
                 variants.push_ref(payload)
         return variants
 
+
+# One line of the alignment that IREE asks of host memory.
+_STAND_IN_BYTES = 64
 
 _null: rt.VmRef | None = None
 
@@ -126,7 +133,10 @@ def _null_reference(path: tuple[int, ...]) -> rt.VmRef:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a compact tensor as a flat tensor of bytes."""
+    """The memory of a compact tensor as a flat tensor of bytes; of an empty one, a few bytes that nobody reads."""
+    if tensor.numel() == 0:
+        # local-task crashes in a dispatch over a buffer of no bytes at all (3.4.0 to 3.13.0).
+        return torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=tensor.device)
     # Said anew: dimensions of size 0 and 1 may have strides that forbid another look at the bytes.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     if flat.is_complex():
@@ -237,4 +247,5 @@ class _TensorOwner:
 
 def tensor_as_array(tensor: torch.Tensor) -> HalArray:
     """A `HalArray` on memory that torch owns."""
-    return HalArray(_TensorOwner(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.device)
+    with values.as_stored():
+        return HalArray(_TensorOwner(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.device)

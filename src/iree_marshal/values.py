@@ -190,7 +190,7 @@ def _refuse_without_memory(tensor: torch.Tensor, path: tuple[int, ...]) -> None:
     """Tensors that are no plain memory on a device."""
     name = type(tensor).__name__
     reason = ""
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         reason = "not initialised yet"
     elif is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
         reason = "a subclass without storage of its own"
