@@ -14,7 +14,7 @@ import iree.runtime as rt
 import modules
 import pytest
 import torch
-from conftest import private_device
+from conftest import alive, private_device
 
 import iree_marshal as im
 from iree_marshal import _importing, _lifetime
@@ -31,7 +31,7 @@ def test_list_keeps_its_tensors() -> None:
     before = counts_of(tensors)
     variants = im.to_variant_list(tensors)
     assert counts_of(tensors) == [count + 1 for count in before]
-    assert _lifetime.live_counts() == (5, 0, 1)
+    assert alive() == (5, 0, 1)
     del variants
     assert counts_of(tensors) == before
 
@@ -54,7 +54,7 @@ def test_results_keep_their_buffers() -> None:
     (result,) = im.from_variant_list(variants)
     (array,) = im.from_variant_list(variants, as_arrays=True)
     del variants
-    assert _lifetime.live_counts() == (1, 2, 1)
+    assert alive() == (1, 2, 1)
     assert torch.equal(result, torch.full((16,), 3.0))
     view = result[4:]
     del result
@@ -62,7 +62,7 @@ def test_results_keep_their_buffers() -> None:
     again = array.torch()
     del array, view
     assert torch.equal(again, torch.full((16,), 3.0))
-    assert _lifetime.live_counts() == (1, 1, 1)
+    assert alive() == (1, 1, 1)
 
 
 @pytest.mark.parametrize("bad", range(6))
@@ -83,7 +83,7 @@ def test_failure_at_every_element(bad: int, kind: str) -> None:
             im.to_variant_list(values)
     finally:
         _importing.refuse_import_after(-1)
-    assert _lifetime.live_counts() == (0, 0, 0)
+    assert alive() == (0, 0, 0)
     del caught
     gc.collect()
     assert counts_of(tensors) == held
@@ -108,7 +108,7 @@ def test_ten_thousand_calls_leave_nothing() -> None:
     before = counts_of(tensors)
     for _ in range(10_000):
         im.to_variant_list(tensors)
-    assert _lifetime.live_counts() == (0, 0, 0)
+    assert alive() == (0, 0, 0)
     assert counts_of(tensors) == before
 
 
@@ -129,7 +129,7 @@ def test_any_number_of_tensors(count: int) -> None:
     variants = im.to_variant_list(tensors)
     results = im.from_variant_list(variants)
     assert [result.data_ptr() for result in results] == [tensor.data_ptr() for tensor in tensors]
-    assert _lifetime.live_counts() == (count, count, 1)
+    assert alive() == (count, count, 1)
 
 
 def test_views_of_high_rank_leave_the_slab() -> None:
@@ -142,7 +142,7 @@ def test_one_view_outlives_its_list() -> None:
     variants = im.to_variant_list([torch.full((16,), float(index)) for index in range(10)])
     view = variants.get_as_object(3, rt.HalBufferView)
     del variants
-    assert _lifetime.live_counts() == (1, 0, 1)
+    assert alive() == (1, 0, 1)
     keeper = rt.VmVariantList(1)
     keeper.push_ref(view)
     del view
@@ -189,7 +189,7 @@ def test_dropped_on_a_foreign_thread() -> None:
     thread = threading.Thread(target=lambda: (holder.clear(), results.clear()))
     thread.start()
     thread.join()
-    assert _lifetime.live_counts() == (0, 0, 0)
+    assert alive() == (0, 0, 0)
 
 
 class Noisy(torch.Tensor):
@@ -210,7 +210,7 @@ def test_exception_pending_when_a_tensor_dies() -> None:
     with pytest.raises(TypeError, match=r"^element 1: expected"):
         im.to_variant_list([torch.ones(16).as_subclass(Noisy), object()])
     gc.collect()
-    assert _lifetime.live_counts() == (0, 0, 0)
+    assert alive() == (0, 0, 0)
     assert Noisy.died == before + 1
 
 
