@@ -59,6 +59,17 @@ func.func @main(%a: tensor<5xf32>) -> (tensor<5xf32>, tensor<5x3xf32>) {
   return %0, %1 : tensor<5xf32>, tensor<5x3xf32>
 }"""
 
+# Results of three dtypes in one allocation of IREE's.
+MANY_RESULTS = """
+func.func @main(%a: tensor<5xf32>) -> (tensor<5xf32>, tensor<5xi64>, tensor<5xf32>, tensor<5xi8>, tensor<5xi64>) {
+  %0 = arith.addf %a, %a : tensor<5xf32>
+  %1 = arith.fptosi %a : tensor<5xf32> to tensor<5xi64>
+  %2 = arith.mulf %a, %a : tensor<5xf32>
+  %3 = arith.fptosi %a : tensor<5xf32> to tensor<5xi8>
+  %4 = arith.addi %1, %1 : tensor<5xi64>
+  return %0, %1, %2, %3, %4 : tensor<5xf32>, tensor<5xi64>, tensor<5xf32>, tensor<5xi8>, tensor<5xi64>
+}"""
+
 MIXED_RESULTS = """
 func.func @main(%a: tensor<4xf32>, %n: i64) -> (tensor<4xf32>, i64) {
   %0 = arith.addf %a, %a : tensor<4xf32>

@@ -67,7 +67,8 @@ _log = logging.getLogger("iree_marshal.cuda")
 
 cdef enum:
     EVENTS_KEPT = 64
-    EVENTS_PER_WAIT = 8      # the dropping stream and those named by record_stream
+    MOST_EXTRAS = 7          # streams named by record_stream
+    EVENTS_PER_WAIT = 9      # those, the dropping stream and the default stream
     MOST_WAITS = 64          # a longer backlog is waited for, oldest first
 
 cdef struct Driver:
@@ -110,7 +111,7 @@ cdef struct Ordering:
     int waits
     void* spare_events[EVENTS_KEPT]
     int spares
-    void* extra_streams[EVENTS_PER_WAIT - 1]
+    void* extra_streams[MOST_EXTRAS]
     int extras
 
 cdef Driver _driver
@@ -371,12 +372,13 @@ cdef im_node_t* _await_droppers(Ordering* ordering, im_node_t* node) noexcept:
     cdef im_node_t* following
     cdef Wait* wait = _new_wait()
     cdef int index
-    cdef bint awaited
+    cdef bint awaited, shared = False
     if wait == NULL:
         return NULL  # leaked
     while node != NULL:
         following = node.next
         if (<Holding*>node).stream == stream:
+            shared = shared or (<Holding*>node).shared
             node.next = wait.holdings
             wait.holdings = node
         else:
@@ -384,6 +386,9 @@ cdef im_node_t* _await_droppers(Ordering* ordering, im_node_t* node) noexcept:
             others = node
         node = following
     awaited = _await_stream(ordering, wait, stream)
+    if shared and stream != NULL:
+        # Only the last part of it to go is seen here: others may have been used, and dropped, on the default stream.
+        awaited = awaited and _await_stream(ordering, wait, NULL)
     for index in range(ordering.extras):
         awaited = awaited and _await_stream(ordering, wait, ordering.extra_streams[index])
     if not awaited:
@@ -402,8 +407,8 @@ def record_stream(NativeDevice device, size_t stream):
     for index in range(ordering.extras):
         if ordering.extra_streams[index] == <void*>stream:
             return
-    if ordering.extras == EVENTS_PER_WAIT - 1:
-        raise RuntimeError(f"more than {EVENTS_PER_WAIT - 1} streams were recorded on {device.torch_device}")
+    if ordering.extras == MOST_EXTRAS:
+        raise RuntimeError(f"more than {MOST_EXTRAS} streams were recorded on {device.torch_device}")
     ordering.extra_streams[ordering.extras] = <void*>stream
     ordering.extras += 1
 

@@ -13,7 +13,7 @@ import torch
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 
-from iree_marshal._lifetime cimport Account, Batch, begin_batch, count_imports, end_batch, enter
+from iree_marshal._lifetime cimport Account, Batch, begin_batch, count_exports, count_imports, end_batch, enter
 from iree_marshal._objects cimport NativeDevice, borrow_list, native_device
 from iree_marshal._slots cimport (
     SLOT_FLOAT,
@@ -45,7 +45,6 @@ from iree_marshal._tensors cimport (
     read_clean,
     require_reader,
 )
-from iree_marshal.abi.interpreter cimport im_atomic_get
 from iree_marshal.abi.iree cimport im_vm_variant_t
 
 from iree_marshal import arguments, values as admission
@@ -380,13 +379,14 @@ cdef class NativeEngine:
 
 def count_live(hal_device):
     """What crosses the border on one HAL device at this moment: tensors held by IREE, buffers held by torch."""
-    cdef int64_t imports = 0, import_bytes = 0
+    cdef int64_t imports, import_bytes, exports, export_bytes
     enter()
     cdef Account* account = native_device(hal_device).account
     count_imports(account, &imports, &import_bytes)
+    count_exports(account, &exports, &export_bytes)
     return {
         "imports": imports,
         "import_bytes": import_bytes,
-        "exports": im_atomic_get(&account.live_exports),
-        "export_bytes": im_atomic_get(&account.export_bytes),
+        "exports": exports,
+        "export_bytes": export_bytes,
     }

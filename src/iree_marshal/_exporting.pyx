@@ -10,10 +10,19 @@ from iree.runtime import HalBufferView
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
-from libc.stdlib cimport malloc
 from libc.string cimport memcpy
 
-from iree_marshal._lifetime cimport Account, Holding, begin_holding, drop_holding, enter, new_account
+from iree_marshal._lifetime cimport (
+    Account,
+    Holding,
+    HoldingBlock,
+    begin_holdings,
+    carve_holding,
+    drop_holding,
+    end_holdings,
+    enter,
+    new_account,
+)
 from iree_marshal._objects cimport (
     NativeDevice,
     borrow_list,
@@ -25,6 +34,7 @@ from iree_marshal._objects cimport (
 )
 from iree_marshal._status cimport raise_status
 from iree_marshal._tensors cimport exchange_api, require_reader
+from iree_marshal._views cimport part_of, require_views
 from iree_marshal.abi.dlpack cimport (
     IM_DL_CPU,
     IM_DLPACK_MAJOR,
@@ -67,7 +77,7 @@ cdef enum:
 
 # The managed tensor that torch adopts, with what it holds, its shape and its strides.
 cdef struct Exported:
-    Holding holding           # first: letting go of it frees the whole block
+    Holding holding           # first: heads the description
     im_dl_managed_tensor_t managed
     uint32_t element_type     # of HAL
     int64_t dims[1]           # really 2 * rank
@@ -78,6 +88,7 @@ cdef struct Exported:
 # How torch is told the dtype of a result. Built once, from torch's own answers.
 cdef struct ResultType:
     uint32_t element_type       # of HAL
+    uint32_t item_size          # bytes
     im_dl_data_type_t dlpack
     PyObject* reinterpret_as    # torch.dtype where DLPack cannot name it: handed over as bytes, then viewed
 
@@ -97,6 +108,7 @@ cdef int _load_result_types() except -1:
             raise RuntimeError("more element types than iree_marshal has room for")
         entry = &_result_types[count]
         entry.element_type = element_type
+        entry.item_size = dtype.itemsize
         entry.reinterpret_as = NULL
         tensor = torch.empty(1, dtype=dtype, device="cpu")
         try:
@@ -130,6 +142,10 @@ cdef class Export:
 
     cdef NativeDevice fallback           # for buffers that do not say their device
     cdef bint as_arrays
+    cdef bint shared                     # results of one allocation are handed out as parts of one tensor
+    cdef HoldingBlock* block             # where the descriptions of the current list go
+    # Tensors on the whole allocation seen last, by element type; NULL where there is none yet.
+    cdef dict wholes
     # The allocation seen last and where it lives: IREE carves many results out of one.
     cdef im_hal_buffer_t* allocation
     cdef NativeDevice known              # its device, where that is one that is never destroyed
@@ -148,6 +164,7 @@ cdef class Export:
         cdef im_hal_external_buffer_t external
         cdef im_status_t status
         self.allocation = NULL
+        self.wholes = None
         self.transient = NULL
         if device == NULL:
             # Imports, copies and local-sync results on the host say nothing.
@@ -193,8 +210,10 @@ cdef class Export:
         self.allocation = allocation
         return 0
 
-    cdef object export_view(self, object variants, im_hal_buffer_view_t* view, tuple path, Py_ssize_t index):
-        """The buffer view as a tensor or `HalArray`."""
+    cdef object export_view(
+        self, object variants, im_hal_buffer_view_t* view, tuple path, Py_ssize_t index, im_hal_buffer_t* following
+    ):
+        """The buffer view as a tensor or `HalArray`; `following` is the allocation of the next one in the list."""
         cdef im_hal_buffer_t* buffer = view.buffer
         cdef ResultType* result_type = find_result_type(view.element_type)
         if result_type == NULL:
@@ -210,7 +229,9 @@ cdef class Export:
                 return self.copy_view(variants, index)
         if self.as_arrays:
             return self.make_array(view, result_type)
-        return adopt(self.describe(view, result_type), result_type)
+        if self.shared and self.is_part(view, result_type, following):
+            return self.make_part(view, result_type)
+        return adopt(self.describe_view(view, result_type), result_type)
 
     cdef object copy_view(self, object variants, Py_ssize_t index):
         """The buffer view's bytes in memory of torch's, where the buffer itself cannot be handed out."""
@@ -219,25 +240,57 @@ cdef class Export:
         tensor = raw.view(element_types.TORCH_OF[view.element_type]).reshape(tuple(view.shape))
         return tensor_as_array(tensor) if self.as_arrays else tensor
 
-    cdef Exported* describe(self, im_hal_buffer_view_t* view, ResultType* result_type) except NULL:
-        """Everything torch needs to adopt the view; holds the buffer until it is dropped."""
-        cdef size_t rank = view.rank
-        cdef size_t dim
-        cdef int64_t stride = 1
-        cdef Exported* exported = <Exported*>malloc(sizeof(Exported) + 2 * rank * sizeof(int64_t))
-        if exported == NULL:
-            raise MemoryError
-        begin_holding(
-            &exported.holding, view.buffer, self.transient, self.account, <int64_t>view.byte_length
+    cdef bint is_part(self, im_hal_buffer_view_t* view, const ResultType* result_type, im_hal_buffer_t* following):
+        """Whether the view shares its allocation with others of the list, and lies in it as a tensor can."""
+        cdef im_hal_buffer_t* buffer = view.buffer
+        return (
+            (self.wholes is not None or following == self.allocation)
+            and self.allocation.byte_offset == 0
+            and buffer.byte_offset % result_type.item_size == 0
+            and buffer.byte_offset + view.byte_length <= self.allocation.byte_length
         )
-        exported.element_type = view.element_type
+
+    cdef object make_part(self, im_hal_buffer_view_t* view, ResultType* result_type):
+        """The view as a part of one tensor on the whole allocation, which is made by the first of them."""
+        cdef int64_t strides[HIGHEST_RANK]
+        cdef int64_t length
+        cdef Exported* exported
+        if self.wholes is None:
+            self.wholes = {}
+        whole = self.wholes.get(view.element_type)
+        if whole is None:
+            length = <int64_t>(self.allocation.byte_length // result_type.item_size)
+            exported = self.describe(self.allocation, result_type, 1, &length, length * result_type.item_size)
+            exported.holding.shared = True
+            whole = adopt(exported, result_type)
+            self.wholes[view.element_type] = whole
+        fill_strides(view.rank, view.dims, strides)
+        return part_of(whole, view.rank, view.dims, strides, view.buffer.byte_offset // result_type.item_size)
+
+    cdef Exported* describe_view(self, im_hal_buffer_view_t* view, const ResultType* result_type) except NULL:
+        return self.describe(view.buffer, result_type, view.rank, view.dims, <int64_t>view.byte_length)
+
+    cdef Exported* describe(
+        self, im_hal_buffer_t* buffer, const ResultType* result_type, size_t rank, const int64_t* dims, int64_t nbytes
+    ) except NULL:
+        """Everything torch needs to adopt a tensor at the start of `buffer`; holds the buffer until it is dropped."""
+        cdef size_t size = size_of_description(rank)
+        cdef Exported* exported = <Exported*>carve_holding(self.block, size, buffer, self.transient, self.account)
+        if exported == NULL:
+            # Rare: the whole of an allocation, or a list that was changed meanwhile.
+            end_holdings(self.block)
+            self.block = NULL
+            self.block = begin_holdings(1, size)
+            exported = <Exported*>carve_holding(self.block, size, buffer, self.transient, self.account)
+        exported.holding.nbytes = nbytes
+        exported.element_type = result_type.element_type
         exported.managed.version.major = IM_DLPACK_MAJOR
         exported.managed.version.minor = 0
         exported.managed.manager_ctx = exported
         exported.managed.deleter = on_tensor_dropped
         exported.managed.flags = 0
         # The offset is folded in: consumers are known to ignore byte_offset.
-        exported.managed.dl_tensor.data = self.base + view.buffer.byte_offset
+        exported.managed.dl_tensor.data = self.base + buffer.byte_offset
         exported.managed.dl_tensor.device.device_type = self.dlpack_type
         exported.managed.dl_tensor.device.device_id = self.device_index
         exported.managed.dl_tensor.ndim = <int>rank
@@ -245,18 +298,13 @@ cdef class Export:
         exported.managed.dl_tensor.shape = exported.dims
         exported.managed.dl_tensor.strides = exported.dims + rank
         exported.managed.dl_tensor.byte_offset = 0
-        memcpy(exported.dims, view.dims, rank * sizeof(int64_t))
-        dim = rank
-        while dim > 0:
-            dim -= 1
-            exported.dims[rank + dim] = stride
-            # A size of 0 leaves strides that nobody follows; torch's own are made with at least 1.
-            stride *= max(view.dims[dim], 1)
+        memcpy(exported.dims, dims, rank * sizeof(int64_t))
+        fill_strides(rank, dims, exported.dims + rank)
         return exported
 
     cdef object make_array(self, im_hal_buffer_view_t* view, ResultType* result_type):
         cdef HeldBuffer owner = HeldBuffer.__new__(HeldBuffer)
-        owner.exported = self.describe(view, result_type)
+        owner.exported = self.describe_view(view, result_type)
         shape = tuple([view.dims[dim] for dim in range(<Py_ssize_t>view.rank)])
         return HalArray(
             owner, <uintptr_t>owner.exported.managed.dl_tensor.data, shape, element_types.TORCH_OF[view.element_type],
@@ -266,6 +314,18 @@ cdef class Export:
     cdef list convert(self, object variants, tuple path):
         """The values of one list; `path` leads to it from the outermost one."""
         cdef im_vm_list_t* native = borrow_list(variants)
+        # Lists within lists have blocks of their own.
+        cdef HoldingBlock* outer = self.block
+        self.block = NULL
+        try:
+            self.block = begin_block(native)
+            return self.convert_items(variants, native, path)
+        finally:
+            if self.block != NULL:
+                end_holdings(self.block)
+            self.block = outer
+
+    cdef list convert_items(self, object variants, im_vm_list_t* native, tuple path):
         cdef Py_ssize_t count = <Py_ssize_t>native.count
         cdef Py_ssize_t index
         cdef im_vm_variant_t* variant
@@ -275,7 +335,9 @@ cdef class Export:
                 raise RuntimeError(f"{where(path)}: the list changed its length while it was read")
             variant = &native.storage[index]
             if variant.type == ref_types.buffer_view:
-                results.append(self.export_view(variants, <im_hal_buffer_view_t*>variant.value.ref, path, index))
+                results.append(self.export_view(
+                    variants, <im_hal_buffer_view_t*>variant.value.ref, path, index, allocation_at(native, index + 1)
+                ))
             elif variant.type == IM_VALUE_TYPE_I64:
                 results.append(variant.value.i64)
             elif variant.type == IM_VALUE_TYPE_F64:
@@ -300,6 +362,46 @@ cdef class Export:
 
 cdef extern from "Python.h":
     object steal "(PyObject *)"(PyObject* owned)
+
+
+cdef size_t size_of_description(size_t rank) noexcept nogil:
+    """Bytes of an `Exported`, as blocks round them."""
+    return (sizeof(Exported) + 2 * rank * sizeof(int64_t) + 15) & ~<size_t>15
+
+
+cdef void fill_strides(size_t rank, const int64_t* dims, int64_t* strides) noexcept nogil:
+    """Strides of a row-major tensor, in elements."""
+    cdef int64_t stride = 1
+    cdef size_t dim = rank
+    while dim > 0:
+        dim -= 1
+        strides[dim] = stride
+        # A size of 0 leaves strides that nobody follows; torch's own are made with at least 1.
+        stride *= max(dims[dim], 1)
+
+
+cdef HoldingBlock* begin_block(im_vm_list_t* native) except NULL:
+    """Room for the descriptions of all buffer views of a list."""
+    cdef size_t nbytes = 0
+    cdef Py_ssize_t count = 0
+    cdef size_t index
+    cdef im_vm_variant_t* variant
+    for index in range(native.count):
+        variant = &native.storage[index]
+        if variant.type == ref_types.buffer_view:
+            # What claims more is refused when its turn comes.
+            nbytes += size_of_description(
+                min((<im_hal_buffer_view_t*>variant.value.ref).rank, <size_t>HIGHEST_RANK)
+            )
+            count += 1
+    return begin_holdings(count, nbytes)
+
+
+cdef im_hal_buffer_t* allocation_at(im_vm_list_t* native, size_t index) noexcept nogil:
+    """The allocation of the buffer view at `index`; NULL where there is none."""
+    if index >= native.count or native.storage[index].type != ref_types.buffer_view:
+        return NULL
+    return (<im_hal_buffer_view_t*>native.storage[index].value.ref).buffer.allocated_buffer
 
 
 cdef void on_tensor_dropped(im_dl_managed_tensor_t* managed) noexcept nogil:
@@ -336,14 +438,16 @@ cdef class HeldBuffer:
 cdef Exported* copy_exported(Exported* source) except NULL:
     """A second holding of the same buffer, described alike."""
     cdef size_t rank = <size_t>source.managed.dl_tensor.ndim
-    cdef size_t nbytes = sizeof(Exported) + 2 * rank * sizeof(int64_t)
-    cdef Exported* copy = <Exported*>malloc(nbytes)
-    if copy == NULL:
-        raise MemoryError
-    memcpy(copy, source, nbytes)
-    begin_holding(
-        &copy.holding, source.holding.buffer, source.holding.device, source.holding.account, source.holding.nbytes
+    cdef size_t nbytes = size_of_description(rank)
+    cdef HoldingBlock* block = begin_holdings(1, nbytes)
+    cdef Exported* copy = <Exported*>carve_holding(
+        block, nbytes, source.holding.buffer, source.holding.device, source.holding.account
     )
+    end_holdings(block)
+    copy.holding.nbytes = source.holding.nbytes
+    copy.element_type = source.element_type
+    copy.managed = source.managed
+    memcpy(copy.dims, source.dims, 2 * rank * sizeof(int64_t))
     copy.managed.manager_ctx = copy
     copy.managed.dl_tensor.shape = copy.dims
     copy.managed.dl_tensor.strides = copy.dims + rank
@@ -365,13 +469,20 @@ cdef object adopt(Exported* exported, ResultType* result_type):
     return tensor
 
 
-def from_variant_list(variants, hal_device, bint as_arrays):
-    """The native path of `iree_marshal.from_variant_list`; the arguments are resolved there."""
+def from_variant_list(variants, hal_device, bint as_arrays, bint shared=False):
+    """The native path of `iree_marshal.from_variant_list`; the arguments are resolved there.
+
+    With `shared`, results that lie in one allocation share one storage, as views of a tensor do: the
+    allocation is exported once, and let go of with the last of them.
+    """
     enter()
     require_reader()
     _load_result_types()
     cdef Export call = Export.__new__(Export)
     call.as_arrays = as_arrays
+    if shared:
+        require_views()
+        call.shared = True
     if hal_device is not None:
         call.fallback = native_device(hal_device)
     return call.convert(variants, ())

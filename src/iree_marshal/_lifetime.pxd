@@ -44,21 +44,36 @@ cdef struct Batch:
     char* views_end
 
 
-# One buffer of IREE that torch or a HalArray holds; heads the block of memory that
-# describes it, so that letting go frees the block too.
+# One buffer of IREE that torch or a HalArray holds; heads a description that is carved out of a block.
 cdef struct Holding:
     im_node_t node              # first: link of the queue of an account's drop gate
-    im_hal_buffer_t* buffer     # one reference
+    im_hal_buffer_t* buffer     # one reference; NULL once it was given back
     im_hal_resource_t* device   # one reference; NULL where the device is never destroyed anyway
     Account* account            # borrowed: accounts are never freed
+    HoldingBlock* block         # keeps this struct itself alive
+    Holding* earlier            # in the same block, for the statistics
     int64_t nbytes
     void* stream                # for the drop gate: the stream that the dropping thread used
+    bint shared                 # several tensors are parts of it
+
+
+# The holdings of one call: one block of memory instead of one per result.
+cdef struct HoldingBlock:
+    im_node_t node              # first: link of the queue of finished blocks
+    # Holdings not let go of, and what the builder still may carve. Zero frees the
+    # block; atomic, because torch drops tensors on any thread.
+    int64_t pending
+    HoldingBlock* previous      # live blocks, for the statistics; guarded by the GIL
+    HoldingBlock* following
+    Py_ssize_t capacity
+    Py_ssize_t used
+    Holding* last               # the one carved last
+    char* next                  # the next free byte
+    char* end
 
 
 # What IREE and torch hold of each other on one device. Never freed.
 cdef struct Account:
-    int64_t live_exports
-    int64_t export_bytes
     ReleaseGate release_gate
     DropGate drop_gate
     SettleGate settle_gate
@@ -74,11 +89,14 @@ cdef void end_batch(Batch* batch) noexcept nogil
 cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil
 cdef void on_input_released(void* user_data, im_hal_buffer_t* buffer) noexcept nogil
 cdef void drop_owner(Owner* owner) noexcept nogil
-cdef void begin_holding(
-    Holding* holding, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account, int64_t nbytes
+cdef HoldingBlock* begin_holdings(Py_ssize_t count, size_t nbytes) except NULL
+cdef void end_holdings(HoldingBlock* block) noexcept nogil
+cdef Holding* carve_holding(
+    HoldingBlock* block, size_t nbytes, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account
 ) noexcept nogil
 cdef void drop_holding(Holding* holding) noexcept nogil
 cdef void finish_holding(Holding* holding) noexcept nogil
 cdef int enter() except -1
 cdef bint is_closing() noexcept nogil
 cdef void count_imports(Account* account, int64_t* live, int64_t* nbytes) noexcept
+cdef void count_exports(Account* account, int64_t* live, int64_t* nbytes) noexcept

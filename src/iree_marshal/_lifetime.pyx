@@ -20,7 +20,6 @@ from iree_marshal.abi.interpreter cimport (
     Py_DECREF,
     PyErr_Occurred,
     im_atomic_add,
-    im_atomic_get,
     im_holds_gil,
     im_node_t,
     im_stack_push,
@@ -44,7 +43,9 @@ from iree_marshal.errors import FORKED
 
 cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropped yet
 cdef im_node_t* _finished = NULL   # batches whose last view was freed without the GIL
+cdef im_node_t* _unheld = NULL     # blocks of results, all of them let go of
 cdef Batch* _live_batches = NULL   # guarded by the GIL
+cdef HoldingBlock* _live_blocks = NULL  # guarded by the GIL
 cdef Account* _accounts = NULL     # guarded by the GIL
 cdef bint _gated = False           # some device's work runs behind the host
 cdef bint _closing = False
@@ -69,8 +70,6 @@ cdef Account* new_account() except NULL:
     cdef Account* account = <Account*>malloc(sizeof(Account))
     if account == NULL:
         raise MemoryError
-    account.live_exports = 0
-    account.export_bytes = 0
     account.release_gate = NULL
     account.drop_gate = NULL
     account.settle_gate = NULL
@@ -235,6 +234,11 @@ cdef void _drain() noexcept:
         following = node.next
         _free_batch(<Batch*>node)
         node = following
+    node = im_stack_take_all(&_unheld)
+    while node != NULL:
+        following = node.next
+        _free_block(<HoldingBlock*>node)
+        node = following
 
 
 cdef im_node_t* _pass_gate(Account* account, im_node_t* node) noexcept:
@@ -258,19 +262,71 @@ cdef im_node_t* _pass_gate(Account* account, im_node_t* node) noexcept:
 # ---- results -------------------------------------------------------------------------
 
 
-cdef void begin_holding(
-    Holding* holding, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account, int64_t nbytes
+cdef HoldingBlock* begin_holdings(Py_ssize_t count, size_t nbytes) except NULL:
+    """A block for `count` holdings, each rounded up to 16 bytes, of `nbytes` in all; end it with `end_holdings`."""
+    global _live_blocks
+    cdef size_t head = _round16(sizeof(HoldingBlock))
+    cdef HoldingBlock* block = <HoldingBlock*>malloc(head + nbytes)
+    if block == NULL:
+        raise MemoryError(f"cannot allocate {head + nbytes} bytes to hold {count} results")
+    # Counted up front and settled by end_holdings, so that a result costs one atomic operation: when it is dropped.
+    block.pending = 1 + count
+    block.capacity = count
+    block.used = 0
+    block.last = NULL
+    block.next = <char*>block + head
+    block.end = block.next + nbytes
+    block.previous = NULL
+    block.following = _live_blocks
+    if _live_blocks != NULL:
+        _live_blocks.previous = block
+    _live_blocks = block
+    return block
+
+
+cdef void end_holdings(HoldingBlock* block) noexcept nogil:
+    """The builder is through: from here on only its holdings keep the block. Needs the GIL."""
+    if im_atomic_add(&block.pending, -1 - (block.capacity - block.used)) == 0:
+        _free_block(block)
+
+
+cdef void _free_block(HoldingBlock* block) noexcept nogil:
+    """Needs the GIL, which guards the list of live blocks."""
+    global _live_blocks
+    if block.previous != NULL:
+        block.previous.following = block.following
+    else:
+        _live_blocks = block.following
+    if block.following != NULL:
+        block.following.previous = block.previous
+    free(block)
+
+
+cdef Holding* carve_holding(
+    HoldingBlock* block, size_t nbytes, im_hal_buffer_t* buffer, im_hal_resource_t* device, Account* account
 ) noexcept nogil:
-    """Take a reference to `buffer` and, unless it is NULL, to `device`."""
+    """Take a reference to `buffer` and, unless it is NULL, to `device`; NULL when the block is used up.
+
+    The holding heads `nbytes` of memory of the caller's layout.
+    """
+    cdef Holding* holding = <Holding*>block.next
+    nbytes = _round16(nbytes)
+    if nbytes > <size_t>(block.end - block.next) or block.used == block.capacity:
+        return NULL
     im_ref_retain(buffer)
     if device != NULL:
         im_ref_retain(device)
     holding.buffer = buffer
     holding.device = device
     holding.account = account
-    holding.nbytes = nbytes
-    im_atomic_add(&account.live_exports, 1)
-    im_atomic_add(&account.export_bytes, nbytes)
+    holding.block = block
+    holding.earlier = block.last
+    holding.nbytes = 0
+    holding.shared = False
+    block.last = holding
+    block.next += nbytes
+    block.used += 1
+    return holding
 
 
 cdef void drop_holding(Holding* holding) noexcept nogil:
@@ -282,14 +338,18 @@ cdef void drop_holding(Holding* holding) noexcept nogil:
 
 
 cdef void finish_holding(Holding* holding) noexcept nogil:
-    """Give the references back and free the block. Any thread, GIL or not."""
-    im_atomic_add(&holding.account.live_exports, -1)
-    im_atomic_add(&holding.account.export_bytes, -holding.nbytes)
+    """Give the references back. Any thread, GIL or not; the holding must not be touched any more."""
+    cdef HoldingBlock* block = holding.block
     im_hal_buffer_release(holding.buffer)
     # After the buffer: its memory may belong to a pool of the device.
     if holding.device != NULL and im_ref_drop(holding.device):
         (<im_hal_resource_destroy_fn_t>holding.device.vtable[IM_HAL_DEVICE_SLOT_DESTROY])(holding.device)
-    free(holding)
+    holding.buffer = NULL
+    if im_atomic_add(&block.pending, -1) == 0:
+        if not _closing and im_holds_gil():
+            _free_block(block)
+        else:
+            _enqueue(&_unheld, &block.node)
 
 
 # ---- entry, exit, fork -----------------------------------------------------------------
@@ -299,7 +359,7 @@ cdef int enter() except -1:
     """Every public call starts here: refuse in a forked child, drop what was released meanwhile."""
     if _forked:
         raise RuntimeError(FORKED)
-    if _released != NULL or _finished != NULL or _gated:
+    if _released != NULL or _finished != NULL or _unheld != NULL or _gated:
         _drain()
     return 0
 
@@ -354,6 +414,23 @@ cdef void count_imports(Account* account, int64_t* live, int64_t* nbytes) noexce
         batch = batch.following
 
 
+cdef void count_exports(Account* account, int64_t* live, int64_t* nbytes) noexcept:
+    """Buffers that torch or a HalArray holds on one device (NULL: on all of them), and their bytes."""
+    cdef HoldingBlock* block = _live_blocks
+    cdef Holding* holding
+    live[0] = 0
+    nbytes[0] = 0
+    while block != NULL:
+        holding = block.last
+        while holding != NULL:
+            # Another thread may be letting go of it: counted or not, it was one or the other a moment ago.
+            if holding.buffer != NULL and (account == NULL or holding.account == account):
+                live[0] += 1
+                nbytes[0] += holding.nbytes
+            holding = holding.earlier
+        block = block.following
+
+
 def live_counts():
     """What is alive in this process, over all devices.
 
@@ -363,14 +440,11 @@ def live_counts():
         Tensors held by IREE, buffers held by torch or a `HalArray`, blocks of import
         bookkeeping. All three are zero when nothing of IREE is alive.
     """
-    cdef int64_t imports, nbytes, exports = 0, batches = 0
+    cdef int64_t imports, nbytes, exports, batches = 0
     if not PyErr_Occurred():
         _drain()
     count_imports(NULL, &imports, &nbytes)
-    cdef Account* account = _accounts
-    while account != NULL:
-        exports += im_atomic_get(&account.live_exports)
-        account = account.next
+    count_exports(NULL, &exports, &nbytes)
     cdef Batch* batch = _live_batches
     while batch != NULL:
         batches += 1

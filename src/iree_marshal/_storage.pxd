@@ -6,6 +6,7 @@ from iree_marshal._lifetime cimport Batch
 from iree_marshal._objects cimport NativeDevice
 from iree_marshal._slots cimport NativeFrame
 from iree_marshal._tensors cimport TensorView
+from iree_marshal._views cimport Kind
 
 
 # Where one result lies in the slab.
@@ -32,12 +33,17 @@ cdef class ResultStorage:
     cdef int64_t* piece_dims     # what the pieces point into
     cdef Py_ssize_t piece_count  # 0 where no slab can be made
     cdef tuple piece_dtypes
+    cdef object slab_dtype       # of the allocation: the one of all pieces, or bytes
+    cdef int64_t slab_length     # in elements of that
+    cdef Kind slab_kind
+    cdef bint slab_is_native     # torch is asked for it without Python
     cdef list static_outputs     # the tensors of all calls, with reuse_outputs
 
     cdef int lay_out(self) except -1
     cdef int provide(self, NativeFrame frame, object out, bint changed, bint grad_mode) except -1
     cdef list allocate(self)
     cdef list provide_slab(self, NativeFrame frame)
+    cdef object allocate_slab(self)
     cdef int import_storage(
         self, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
     ) except -1

@@ -24,7 +24,7 @@ from iree_marshal._slots cimport (
     put_reference,
 )
 from iree_marshal._tensors cimport TensorView, is_unchanged, read_admitted
-from iree_marshal._views cimport part_of, require_views
+from iree_marshal._views cimport new_flat, part_of, read_kind, require_views
 from iree_marshal.abi.iree cimport im_hal_buffer_t, im_hal_buffer_view_t, im_vm_variant_t
 
 from iree_marshal import arguments, element_types, slab
@@ -111,6 +111,12 @@ cdef class ResultStorage:
             count += 1
         self.piece_count = count
         self.piece_dtypes = tuple(dtypes)
+        # Slices start and end at multiples of their alignment, of which every element's size is a divisor.
+        self.slab_dtype = dtypes[0] if len(dtypes) == 1 else torch.uint8
+        self.slab_length = (self.layout.nbytes + slab.SLICE_ALIGNMENT) // self.slab_dtype.itemsize
+        self.slab_is_native = read_kind(
+            torch.empty(0, dtype=self.slab_dtype, device=self.torch_device), &self.slab_kind
+        )
         return 0
 
     # ---- storage for results ----
@@ -159,12 +165,12 @@ cdef class ResultStorage:
         cdef int64_t skip
         if self.piece_count == 0:
             raise ValueError(f"{self.layout.missing}; pass out=[...] with tensors to write into")
-        base = torch.empty(self.layout.nbytes + slab.SLICE_ALIGNMENT, dtype=torch.uint8, device=self.torch_device)
+        base = self.allocate_slab()
         read_admitted(base, &whole)
         skip = <int64_t>(-<uintptr_t>whole.data % _slice_alignment)
         start = <char*>whole.data + skip
         for dtype in self.piece_dtypes:
-            typed.append(base if dtype is torch.uint8 else base.view(dtype))
+            typed.append(base if dtype is self.slab_dtype else base.view(dtype))
         frame.transient = True
         frame.kept_outputs = None
         batch = begin_batch(self.device.account, self.piece_count, self.piece_count * VIEW_BYTES)
@@ -180,6 +186,14 @@ cdef class ResultStorage:
         finally:
             end_batch(batch)
         return outputs
+
+    cdef object allocate_slab(self):
+        cdef object base = None
+        if self.slab_is_native:
+            base = new_flat(&self.slab_kind, self.slab_length)
+        if base is None:
+            base = torch.empty(self.slab_length, dtype=self.slab_dtype, device=self.torch_device)
+        return base
 
     cdef int import_storage(
         self, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position
@@ -336,7 +350,7 @@ cdef class ResultStorage:
         cdef list outputs = frame.outputs
         cdef list results
         if outputs is None:
-            results = from_variant_list(frame.results, self.program.hal_device, False)
+            results = from_variant_list(frame.results, self.program.hal_device, False, True)
             frame.drop_results()
             return as_returned(results)
         if self.all_stored and (count == 0 or self.all_written(frame)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Tensors on parts of one allocation, made natively.
+"""Allocations of torch's, and tensors on parts of them, made natively.
 
 A part shares the storage of its base, as `Tensor.as_strided` would make it, but costs
 a third: libtorch's C shim makes the tensor and `THPVariable_Wrap` its Python object.
-Both are proven on a known tensor before the first use; where a symbol is missing or an
-answer is wrong, `as_strided` is called instead.
+All are proven on a known tensor before the first use; where a symbol is missing or an
+answer is wrong, `as_strided` and `torch.empty` are called instead.
 """
 import ctypes
 import os
@@ -19,6 +19,8 @@ from iree_marshal.abi.torch_native cimport (
     IM_TORCH_TENSOR_OFFSET,
     IM_TORCH_TENSOR_OFFSET_TAGGED,
     im_torch_delete_fn_t,
+    im_torch_empty_fn_t,
+    im_torch_int32_fn_t,
     im_torch_reinterpret_fn_t,
     im_torch_wrap_fn_t,
 )
@@ -29,6 +31,10 @@ cdef extern from "Python.h":
 cdef im_torch_reinterpret_fn_t _reinterpret = NULL
 cdef im_torch_delete_fn_t _delete = NULL
 cdef im_torch_wrap_fn_t _wrap = NULL
+cdef im_torch_empty_fn_t _empty = NULL
+cdef im_torch_int32_fn_t _dtype = NULL
+cdef im_torch_int32_fn_t _device_type = NULL
+cdef im_torch_int32_fn_t _device_index = NULL
 cdef Py_ssize_t _tensor_at = 0
 cdef bint _native = False
 cdef bint _tried = False
@@ -49,15 +55,43 @@ cdef object part_of(object base, int64_t rank, const int64_t* sizes, const int64
 
 cdef object _native_part(object base, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset):
     cdef void* handle = NULL
-    cdef void* wrapped
     if _reinterpret(<char*><PyObject*>base + _tensor_at, rank, sizes, strides, offset, &handle) != 0:
         raise RuntimeError("torch could not make a tensor on part of an allocation")
+    return _as_object(handle)
+
+
+cdef object _as_object(void* handle):
+    """The Python object of a new tensor; the handle is used up."""
+    cdef void* wrapped
     try:
         wrapped = _wrap(handle)
     finally:
         # The Python object has a reference of its own.
         _delete(handle)
     return steal(wrapped)
+
+
+cdef bint read_kind(object tensor, Kind* kind) noexcept:
+    """Note what the plain tensor is made of; False where tensors are not made natively."""
+    cdef void* handle = <char*><PyObject*>tensor + _tensor_at
+    return (
+        _native
+        and _dtype(handle, &kind.dtype) == 0
+        and _device_type(handle, &kind.device_type) == 0
+        and _device_index(handle, &kind.device_index) == 0
+    )
+
+
+cdef object new_flat(const Kind* kind, int64_t count):
+    """An uninitialised tensor of one dimension; None where torch cannot make it, for the caller to ask again in Python.
+
+    `kind` must come from `read_kind`, and that must have been True.
+    """
+    cdef void* handle = NULL
+    cdef int64_t stride = 1
+    if _empty(1, &count, &stride, kind.dtype, kind.device_type, kind.device_index, &handle) != 0:
+        return None
+    return _as_object(handle)
 
 
 cdef int require_views() except -1:
@@ -83,26 +117,35 @@ def describe():
 
 cdef object _load():
     """Resolve the functions; returns what is missing, or None."""
-    global _reinterpret, _delete, _wrap
-    cdef uintptr_t reinterpret, delete, wrap
+    global _reinterpret, _delete, _wrap, _empty, _dtype, _device_type, _device_index
+    cdef uintptr_t reinterpret, delete, wrap, empty, dtype, device_type, device_index
     folder = os.path.join(os.path.dirname(torch.__file__), "lib")
     try:
         compute = ctypes.CDLL(os.path.join(folder, "libtorch_cpu.so"))
         python = ctypes.CDLL(os.path.join(folder, "libtorch_python.so"))
         reinterpret = ctypes.cast(compute.aoti_torch__reinterpret_tensor, ctypes.c_void_p).value
         delete = ctypes.cast(compute.aoti_torch_delete_tensor_object, ctypes.c_void_p).value
+        empty = ctypes.cast(compute.aoti_torch_empty_strided, ctypes.c_void_p).value
+        dtype = ctypes.cast(compute.aoti_torch_get_dtype, ctypes.c_void_p).value
+        device_type = ctypes.cast(compute.aoti_torch_get_device_type, ctypes.c_void_p).value
+        device_index = ctypes.cast(compute.aoti_torch_get_device_index, ctypes.c_void_p).value
         wrap = ctypes.cast(python._Z16THPVariable_WrapRKN2at10TensorBaseE, ctypes.c_void_p).value
     except (OSError, AttributeError) as error:
         return str(error)
     _reinterpret = <im_torch_reinterpret_fn_t>reinterpret
     _delete = <im_torch_delete_fn_t>delete
     _wrap = <im_torch_wrap_fn_t>wrap
+    _empty = <im_torch_empty_fn_t>empty
+    _dtype = <im_torch_int32_fn_t>dtype
+    _device_type = <im_torch_int32_fn_t>device_type
+    _device_index = <im_torch_int32_fn_t>device_index
     return None
 
 
 cdef object _prove():
-    """Make one part of a known tensor and compare it with what Python says; returns what differs, or None."""
-    global _tensor_at
+    """Make a tensor, and a part of a known one, and compare with what Python says; returns what differs, or None."""
+    global _tensor_at, _native
+    cdef Kind kind
     cdef int64_t[2] sizes
     cdef int64_t[2] strides
     base = torch.arange(64, dtype=torch.int16, device="cpu")
@@ -129,4 +172,17 @@ cdef object _prove():
         return "a part of a tensor came out wrongly"
     if part._use_count() != 1:
         return "a part of a tensor has references that nobody gives back"
+    _native = True
+    flat = new_flat(&kind, 5) if read_kind(base, &kind) else None
+    if (
+        type(flat) is not torch.Tensor
+        or flat.dtype != base.dtype
+        or flat.device != base.device
+        or flat.shape != (5,)
+        or flat.stride() != (1,)
+        or flat.untyped_storage().nbytes() != 10
+        or flat.requires_grad
+        or flat._use_count() != 1
+    ):
+        return "a new tensor came out wrongly"
     return None

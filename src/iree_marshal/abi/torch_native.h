@@ -30,6 +30,11 @@ typedef int32_t (*im_torch_reinterpret_fn_t)(void *tensor, int64_t rank,
                                              const int64_t *strides,
                                              int64_t offset, void **out);
 typedef int32_t (*im_torch_delete_fn_t)(void *tensor);
+/* A new tensor on memory of torch's own; its handle is deleted in the same way. */
+typedef int32_t (*im_torch_empty_fn_t)(int64_t rank, const int64_t *sizes,
+                                       const int64_t *strides, int32_t dtype,
+                                       int32_t device_type, int32_t device_index,
+                                       void **out);
 /* THPVariable_Wrap of libtorch_python: a new reference to the Python object of a
  * tensor, or NULL with a Python error set. */
 typedef void *(*im_torch_wrap_fn_t)(const void *tensor);

@@ -18,5 +18,9 @@ cdef extern from "torch_native.h" nogil:
         void* tensor, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset, void** out
     ) noexcept nogil
     ctypedef int32_t (*im_torch_delete_fn_t)(void* tensor) noexcept nogil
+    ctypedef int32_t (*im_torch_empty_fn_t)(
+        int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
+        int32_t device_index, void** out
+    ) noexcept nogil
     ctypedef void* (*im_torch_wrap_fn_t)(const void* tensor) except NULL
     void im_torch_prefetch(const void* tensor) noexcept nogil
