@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from iree_marshal.backend.compiled import FallbackWarning, MismatchError
+from iree_marshal.backend.compiled import CompiledGraph, FallbackWarning, MismatchError
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.toolchain import CompileError, MissingCompilerError
 
@@ -72,16 +72,18 @@ def iree_marshal(
 
     from iree_marshal.backend.decompositions import table
     from iree_marshal.backend.pipeline import compiler_for
+    from iree_marshal.backend.shortcut import shortened
     from iree_marshal.backend.toolchain import require_compiler
 
     if mode not in (None, "default"):
         raise ValueError(f"iree_marshal backend: torch.compile mode {mode!r} is not supported; leave it out")
     require_compiler()
     chosen = Options.parse(options)
+    inferred: list[CompiledGraph | None] = []
     backend: Any = aot_autograd(
         fw_compiler=compiler_for("forward", chosen),
         bw_compiler=compiler_for("backward", chosen),
-        inference_compiler=compiler_for("inference", chosen),
+        inference_compiler=compiler_for("inference", chosen, inferred),
         # Saves fewer tensors for the backward pass than the default: each of them crosses the border twice.
         partition_fn=min_cut_rematerialization_partition,
         decompositions=table(),
@@ -90,7 +92,9 @@ def iree_marshal(
     # their backward; traced with the plain one, attention is matrix products and a softmax.
     with sdpa_kernel(SDPBackend.MATH):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
-    return compiled
+    (graph,) = inferred if len(inferred) == 1 else (None,)
+    # AOTAutograd's wrapper also switches autocast off, where it was on.
+    return compiled if graph is None or torch._C._is_any_autocast_enabled() else shortened(compiled, graph)
 
 
 def register() -> str:

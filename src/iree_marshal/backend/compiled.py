@@ -75,6 +75,8 @@ class CompiledGraph:
         self._eager: EagerGraph | None = None
         self._lock = threading.Lock()
         self._checked = options.verify == "never" and storage
+        # Called with the arguments and the outputs of each unchecked call; see `shortcut`.
+        self.observer: Callable[[Sequence[Any], Sequence[Any]], object] | None = None
         # Only results that IREE allocates can turn out to be an argument's memory or each other's.
         self._storage = storage
         # The executor itself makes one allocation for results of static sizes.
@@ -85,7 +87,13 @@ class CompiledGraph:
             Output("result", place) for place in range(len(plan.results))
         )
         self._plain &= not any(result.dtype in _WITHOUT_SIGN for result in plan.results)
-        self._gather = _gatherer(plan)
+        count = sum(node.op == "placeholder" for node in graph_module.graph.nodes)
+        self._gather = _gatherer(plan, count)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the graph runs eager from now on."""
+        return self._eager is not None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the program, or the graph where the program was given up. ``args`` is emptied."""
@@ -94,7 +102,11 @@ class CompiledGraph:
         if self._checked and self._options.verify != "always":
             held = list(args)
             args.clear()
-            return self._run(held)
+            outputs = self.run(held)
+            observer = self.observer
+            if observer is not None:
+                observer(held, outputs)
+            return outputs
         with self._lock:
             # Another thread may have finished the first call while we waited.
             if self._eager is None and (not self._checked or self._options.verify == "always"):
@@ -103,11 +115,12 @@ class CompiledGraph:
                 return self._run_checked(held)
         return self(args)
 
-    def _run(self, args: list[Any]) -> list[Any]:
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Run the program, unchecked."""
         plan = self.plan
-        gathered = self._gather(args)
+        gathered = args if self._gather is None else self._gather(args)
         if self._plain and not self._copied:
-            return list(self._invoke(gathered))
+            return self._invoke(gathered)
         sizes = () if plan.evaluate is None else plan.evaluate(args)
         if self._allocates:
             tensors = list(self._invoke(gathered, self._allocate(sizes)))
@@ -151,7 +164,7 @@ class CompiledGraph:
         try:
             if not self._storage and not self._checked:
                 self._learn_aliases(args)
-            ours = self._run(args)
+            ours = self.run(args)
         except Exception as error:
             return self._give_up(args, reference, f"{self.plan.name}: its first call failed: {error}", error)
         if before is not None and (changed := before.changed()):
@@ -188,7 +201,7 @@ class CompiledGraph:
         The compiler may return an argument for `clone(x)`, or one buffer for two equal results. torch's caller may
         write into either. Which ones is decided when the program is compiled, so one look is enough.
         """
-        gathered = self._gather(args)
+        gathered = args if self._gather is None else self._gather(args)
         taken = [_extent(value) for value in gathered if isinstance(value, torch.Tensor)]
         copied = []
         for place, tensor in enumerate(self._invoke(gathered)):
@@ -222,14 +235,16 @@ def _output(output: Output, args: Sequence[Any], tensors: Sequence[torch.Tensor]
     return base.detach() if output.detach else base
 
 
-def _gatherer(plan: Plan) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return the function from a call's arguments to the program's, without the constants, which are fixed."""
+def _gatherer(plan: Plan, count: int) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+    """Return the function from a call's `count` arguments to the program's, without the constants, which are fixed.
+
+    `None` where they are the same.
+    """
     arguments = [argument for argument in plan.arguments if not argument.fixed]
-    if all(argument.source == place for place, argument in enumerate(arguments)) and not any(
+    if [argument.source for argument in arguments] == list(range(count)) and not any(
         argument.permutation or argument.item or argument.copied for argument in arguments
     ):
-        count = len(arguments)
-        return lambda args: args if len(args) == count else args[:count]
+        return None
 
     def one(args: Sequence[Any], argument: Argument) -> Any:
         value: Any = argument.constant if argument.source is None else args[argument.source]

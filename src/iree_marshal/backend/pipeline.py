@@ -19,6 +19,7 @@ from iree_marshal.backend.graphs import Plan, is_random, plan_graph
 from iree_marshal.backend.importer import FUNCTION, import_graph
 from iree_marshal.backend.options import Options
 from iree_marshal.backend.progress import log
+from iree_marshal.backend.shortcut import is_idle_wrapper
 from iree_marshal.backend.signatures import signature_of
 from iree_marshal.backend.toolchain import (
     CompileError,
@@ -46,7 +47,9 @@ def name_of(graph_module: GraphModule, kind: str) -> str:
     return f"graph {next(_numbers)} ({kind}, {len(calls)} operators{where})"
 
 
-def compiler_for(kind: str, options: Options) -> Callable[[GraphModule, Sequence[Any]], Any]:
+def compiler_for(
+    kind: str, options: Options, built: list[CompiledGraph | None] | None = None
+) -> Callable[[GraphModule, Sequence[Any]], Any]:
     """Return the function that AOTAutograd calls with each graph of one kind.
 
     Parameters
@@ -55,10 +58,16 @@ def compiler_for(kind: str, options: Options) -> Callable[[GraphModule, Sequence
         ``"forward"``, ``"backward"`` or ``"inference"``.
     options : Options
         The user's choices.
+    built : list, optional
+        Receives every graph that was compiled, or `None` where AOTAutograd's wrapper has something to do for it.
     """
 
     def compile_graph(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return build(graph_module, kind, options)
+        graph = build(graph_module, kind, options)
+        if built is not None:
+            short = options.verify != "always" and is_idle_wrapper()
+            built.append(graph if isinstance(graph, CompiledGraph) and short else None)
+        return graph
 
     return compile_graph
 

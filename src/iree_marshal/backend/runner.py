@@ -67,8 +67,14 @@ def load(
     declared = executor.signature
     single = declared is not None and len(declared.results) == 1
 
+    def through_executor(arguments: tuple[Any, ...], storage: Sequence[torch.Tensor] | None) -> Any:
+        return executor(*arguments, out=storage)
+
+    # Straight to the engine where the executor itself has nothing to add.
+    call = executor._engine.call if executor._direct else through_executor
+
     def invoke(arguments: Sequence[Any], storage: Sequence[torch.Tensor] | None = None, /) -> Sequence[torch.Tensor]:
-        returned: Any = executor(*arguments) if storage is None else executor(*arguments, out=storage)
+        returned: Any = call(tuple(arguments), storage)
         return (returned,) if single else returned
 
     return invoke
