@@ -27,8 +27,7 @@ from libc.stdlib cimport calloc, free
 from iree_marshal._lifetime cimport (
     Account,
     Holding,
-    Owner,
-    drop_owner,
+    drop_owners,
     finish_holding,
     install_gates,
     is_closing,
@@ -265,13 +264,9 @@ cdef bint _has_happened(Ordering* ordering, Wait* wait) noexcept nogil:
 
 cdef void _finish(Wait* wait) noexcept nogil:
     """Let go of everything that waited. Needs the GIL and the device's context."""
-    cdef im_node_t* node = wait.owners
+    cdef im_node_t* node = wait.holdings
     cdef im_node_t* following
-    while node != NULL:
-        following = node.next
-        drop_owner(<Owner*>node)
-        node = following
-    node = wait.holdings
+    drop_owners(wait.owners)
     while node != NULL:
         following = node.next
         finish_holding(<Holding*>node)

@@ -26,6 +26,7 @@ from iree_marshal._tensors cimport (
     TensorView,
     grad_mode_enabled,
     is_plain_tensor,
+    prefetch,
     read_admitted,
     read_clean,
     require_reader,
@@ -60,6 +61,8 @@ cdef extern from "Python.h":
 cdef enum:
     # Bytes of view slab per tensor: enough for rank 3. Views beyond it are allocated one by one.
     VIEW_BYTES = 80
+    # How many elements ahead of the one that is read the next tensor is fetched.
+    AHEAD = 4
 
 # Every member is set: the slot is called without the wrapper that would fill in zeros. No
 # mapping usage: on CUDA it would ask for host-visible memory.
@@ -124,17 +127,25 @@ cdef class Import:
         cdef im_vm_list_t* native = borrow_list(variants)
         cdef bint is_list = isinstance(sequence, list)
         cdef Batch* batch = NULL
-        cdef Py_ssize_t index
+        cdef Py_ssize_t index, length
         cdef PyObject* item
+        cdef PyObject* ahead
         cdef TensorView view
         # Nothing to undo on failure: the list is dropped with what it holds, and each
         # import hands its tensor back through the release callback.
         try:
             for index in range(count):
                 # Checked again each time: admitting an element may run Python code that changes a list.
-                if index >= len(sequence):
+                length = len(sequence)
+                if index >= length:
                     raise RuntimeError(f"{where(path)}: the list changed its length while it was converted")
                 item = borrow_list_item(sequence, index) if is_list else borrow_tuple_item(sequence, index)
+                if index + AHEAD < length:
+                    ahead = borrow_list_item(sequence, index + AHEAD) if is_list else borrow_tuple_item(
+                        sequence, index + AHEAD
+                    )
+                    if is_plain_tensor(ahead):
+                        prefetch(ahead)
                 if (
                     self.copy is not True
                     and is_plain_tensor(item)

@@ -10,7 +10,7 @@ from iree_marshal.abi.iree cimport im_hal_buffer_t, im_hal_buffer_view_t, im_hal
 # a host device, where memory may be reused the moment it is let go of.
 #
 # ReleaseGate takes over owners that IREE let go of (linked through their nodes) and
-# drops each with drop_owner, now or once the device is through. Called with the GIL.
+# drops them with drop_owners, now or once the device is through. Called with the GIL.
 ctypedef void (*ReleaseGate)(Account* account, im_node_t* owners) noexcept
 # DropGate takes over a holding that torch dropped and lets it go with finish_holding
 # once that is safe. Any thread, GIL or not.
@@ -78,6 +78,7 @@ cdef struct Account:
     DropGate drop_gate
     SettleGate settle_gate
     void* gate_state
+    im_node_t* released   # owners that IREE let go of, for the release gate
     Account* next
 
 
@@ -88,7 +89,7 @@ cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) e
 cdef void end_batch(Batch* batch) noexcept nogil
 cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil
 cdef void on_input_released(void* user_data, im_hal_buffer_t* buffer) noexcept nogil
-cdef void drop_owner(Owner* owner) noexcept nogil
+cdef void drop_owners(im_node_t* node) noexcept nogil
 cdef HoldingBlock* begin_holdings(Py_ssize_t count, size_t nbytes) except NULL
 cdef void end_holdings(HoldingBlock* block) noexcept nogil
 cdef Holding* carve_holding(

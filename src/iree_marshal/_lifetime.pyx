@@ -41,7 +41,7 @@ from iree_marshal.abi.iree cimport (
 
 from iree_marshal.errors import FORKED
 
-cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropped yet
+cdef im_node_t* _released = NULL   # owners that IREE let go of and nobody dropped yet, on devices without gates
 cdef im_node_t* _finished = NULL   # batches whose last view was freed without the GIL
 cdef im_node_t* _unheld = NULL     # blocks of results, all of them let go of
 cdef Batch* _live_batches = NULL   # guarded by the GIL
@@ -74,6 +74,7 @@ cdef Account* new_account() except NULL:
     account.drop_gate = NULL
     account.settle_gate = NULL
     account.gate_state = NULL
+    account.released = NULL
     account.next = _accounts
     _accounts = account
     return account
@@ -169,9 +170,12 @@ cdef im_status_t _view_allocator_ctl(void* self, int command, const void* params
 cdef void on_input_released(void* user_data, im_hal_buffer_t* buffer) noexcept nogil:
     """IREE's release callback of an imported buffer: any thread, GIL or not."""
     cdef Owner* owner = <Owner*>user_data
+    cdef Account* account = owner.batch.account
     # With an exception pending, dropping a tensor could run Python code that loses or
     # replaces it (weak references, a subclass): that waits for the drain.
-    if owner.batch.account.release_gate == NULL and not _closing and im_holds_gil() and PyErr_Occurred() == NULL:
+    if account.release_gate != NULL:
+        _enqueue(&account.released, &owner.node)
+    elif not _closing and im_holds_gil() and PyErr_Occurred() == NULL:
         drop_owner(owner)
     else:
         _enqueue(&_released, &owner.node)
@@ -211,22 +215,13 @@ cdef void _drain() noexcept:
     """Drop what IREE let go of. Needs the GIL and no exception pending."""
     cdef im_node_t* node = im_stack_take_all(&_released)
     cdef im_node_t* following
-    cdef im_node_t* gated = NULL
-    cdef Account* account
-    while node != NULL:
-        following = node.next
-        if (<Owner*>node).batch.account.release_gate == NULL:
-            drop_owner(<Owner*>node)
-        else:
-            node.next = gated
-            gated = node
-        node = following
-    while gated != NULL:
-        account = (<Owner*>gated).batch.account
-        gated = _pass_gate(account, gated)
-    account = _accounts
+    cdef Account* account = _accounts
+    drop_owners(node)
     while account != NULL:
-        if account.settle_gate != NULL:
+        if account.release_gate != NULL:
+            node = im_stack_take_all(&account.released)
+            if node != NULL:
+                account.release_gate(account, node)
             account.settle_gate(account)
         account = account.next
     node = im_stack_take_all(&_finished)
@@ -241,22 +236,30 @@ cdef void _drain() noexcept:
         node = following
 
 
-cdef im_node_t* _pass_gate(Account* account, im_node_t* node) noexcept:
-    """Hand all owners of one account to its gate in one go; returns the others."""
-    cdef im_node_t* mine = NULL
-    cdef im_node_t* others = NULL
+cdef void drop_owners(im_node_t* node) noexcept nogil:
+    """Drop all owners of a list. Needs the GIL."""
     cdef im_node_t* following
+    cdef Batch* batch = NULL
+    cdef int64_t dropped = 0
+    cdef PyObject* object
     while node != NULL:
         following = node.next
-        if (<Owner*>node).batch.account == account:
-            node.next = mine
-            mine = node
-        else:
-            node.next = others
-            others = node
+        if (<Owner*>node).batch != batch:
+            _settle_batch(batch, dropped)
+            batch = (<Owner*>node).batch
+            dropped = 0
+        object = (<Owner*>node).object
+        (<Owner*>node).object = NULL
+        dropped += 1
+        # May run Python code; the block is still held for this owner.
+        Py_DECREF(object)
         node = following
-    account.release_gate(account, mine)
-    return others
+    _settle_batch(batch, dropped)
+
+
+cdef void _settle_batch(Batch* batch, int64_t dropped) noexcept nogil:
+    if batch != NULL and im_atomic_add(&batch.pending, -dropped) == 0:
+        _free_batch(batch)
 
 
 # ---- results -------------------------------------------------------------------------

@@ -200,7 +200,7 @@ cdef bint is_unchanged(
 
 
 cdef void prefetch(PyObject* tensor) noexcept nogil:
-    """Start fetching a tensor that `read_clean` has read before: between calls its memory leaves the caches."""
+    """Start fetching a plain tensor that `read_clean` will read: between calls its memory leaves the caches."""
     im_torch_prefetch(<char*>tensor + _tensor_at)
 
 
