@@ -174,7 +174,7 @@ cdef class Export:
                     "pass from_variant_list(..., device=...)"
                 )
             if self.fallback is None:
-                self.fallback = native_device(devices.hal_device(torch.device("cpu")))
+                self.fallback = host_device()
             self.known = self.fallback
         elif self.known is None or self.known.device != device:
             self.known = native_device_at(device)
@@ -407,6 +407,17 @@ cdef im_hal_buffer_t* allocation_at(im_vm_list_t* native, size_t index) noexcept
 cdef void on_tensor_dropped(im_dl_managed_tensor_t* managed) noexcept nogil:
     """torch's deleter call: any thread, GIL or not."""
     drop_holding(&(<Exported*>managed.manager_ctx).holding)
+
+
+cdef NativeDevice _host_device = None
+
+
+cdef NativeDevice host_device():
+    """The process-wide device of the CPU, which is the same for the life of the process."""
+    global _host_device
+    if _host_device is None:
+        _host_device = native_device(devices.hal_device(torch.device("cpu")))
+    return _host_device
 
 
 cdef Account* _transient_account = NULL

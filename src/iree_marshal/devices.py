@@ -13,7 +13,15 @@ import torch
 
 from iree_marshal.errors import FORKED
 
-__all__ = ["check_not_forked", "hal_device", "known_devices", "register_device", "torch_device_of", "vm_instance"]
+__all__ = [
+    "check_not_forked",
+    "hal_device",
+    "known_devices",
+    "register_device",
+    "resolve",
+    "torch_device_of",
+    "vm_instance",
+]
 
 _lock = threading.RLock()
 _instance: rt.VmInstance | None = None
@@ -172,6 +180,16 @@ def torch_device_of(hal_device: rt.HalDevice) -> torch.device:
         f"the HAL device {hal_device!r} is not known; name its torch device with "
         "iree_marshal.register_device(hal_device, torch_device)"
     )
+
+
+def resolve(device: torch.device | str | rt.HalDevice) -> tuple[rt.HalDevice, torch.device]:
+    """The HAL device and the torch device that a ``device=`` argument names."""
+    if isinstance(device, rt.HalDevice):
+        return device, torch_device_of(device)
+    if isinstance(device, (str, torch.device)):
+        known = hal_device(device)
+        return known, torch_device_of(known)
+    raise TypeError(f"device: expected a torch.device, str or iree.runtime.HalDevice, got {type(device).__name__}")
 
 
 def known_devices() -> list[tuple[rt.HalDevice, torch.device]]:

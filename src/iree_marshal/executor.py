@@ -114,7 +114,7 @@ class Executor:
         if copy is not None and not isinstance(copy, bool):
             raise TypeError(f"copy: expected None, True or False, got {copy!r}")
         path = paths.active()
-        hal_device, torch_device = _resolve(device)
+        hal_device, torch_device = devices.resolve(device)
         declared = _signature_of(function, signature)
         self._context = context
         self._hal_device = hal_device
@@ -188,7 +188,7 @@ class Executor:
         ValueError
             No such function; or what IREE says of a module it cannot load.
         """
-        hal_device, _ = _resolve(device)
+        hal_device, _ = devices.resolve(device)
         context, program = loading.load_context(vmfb, hal_device, parameters)
         entry, beside = loading.function_of(program, function)
         return cls(context, entry, device=hal_device, **{"async_function": beside, **options})
@@ -442,15 +442,6 @@ def _engine_class(path: Any) -> Any:
 
         return NativeEngine
     return PortableEngine
-
-
-def _resolve(device: DeviceLike) -> tuple[rt.HalDevice, torch.device]:
-    if isinstance(device, rt.HalDevice):
-        return device, devices.torch_device_of(device)
-    if isinstance(device, (str, torch.device)):
-        hal_device = devices.hal_device(device)
-        return hal_device, devices.torch_device_of(hal_device)
-    raise TypeError(f"device: expected a torch.device, str or iree.runtime.HalDevice, got {type(device).__name__}")
 
 
 def _signature_of(function: rt.VmFunction, given: str | Signature | None) -> Signature | None:

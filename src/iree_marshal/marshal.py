@@ -16,16 +16,10 @@ __all__ = ["from_variant_list", "order", "record_stream", "to_variant_list"]
 DeviceLike: TypeAlias = "torch.device | str | rt.HalDevice"
 
 
-def _resolve(device: DeviceLike | None) -> tuple[rt.HalDevice | None, torch.device | None]:
-    """The HAL device and the torch device that a `device=` argument names."""
-    if device is None:
-        return None, None
-    if isinstance(device, rt.HalDevice):
-        return device, devices.torch_device_of(device)
-    if isinstance(device, (str, torch.device)):
-        hal_device = devices.hal_device(device)
-        return hal_device, devices.torch_device_of(hal_device)
-    raise TypeError(f"device: expected a torch.device, str or iree.runtime.HalDevice, got {type(device).__name__}")
+def _as_tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(values, (torch.Tensor, str, bytes, dict, set, frozenset)):
+        raise TypeError(f"values: expected a sequence of values, got one {type(values).__name__}; wrap it in a list")
+    return tuple(values)
 
 
 def to_variant_list(
@@ -89,14 +83,12 @@ def to_variant_list(
     >>> len(arguments)
     2
     """
-    if isinstance(values, (torch.Tensor, str, bytes, dict, set, frozenset)):
-        raise TypeError(f"values: expected a sequence of values, got one {type(values).__name__}; wrap it in a list")
     if copy is not None and not isinstance(copy, bool):
         raise TypeError(f"copy: expected None, True or False, got {copy!r}")
     path = paths.active()
     # The native path reads the items of a real list or tuple in place; a subclass may say otherwise what it holds.
-    sequence = values if type(values) in (list, tuple) else tuple(values)
-    hal_device, torch_device = _resolve(device)
+    sequence = values if type(values) is list or type(values) is tuple else _as_tuple(values)
+    hal_device, torch_device = devices.resolve(device) if device is not None else (None, None)
     return path.to_variant_list(sequence, hal_device, torch_device, copy, order, upload)
 
 
@@ -134,7 +126,7 @@ def from_variant_list(
     if not isinstance(variants, rt.VmVariantList):
         raise TypeError(f"variants: expected an iree.runtime.VmVariantList, got {type(variants).__name__}")
     path = paths.active()
-    hal_device, _ = _resolve(device)
+    hal_device = None if device is None else devices.resolve(device)[0]
     results: list[Any] = path.from_variant_list(variants, hal_device, as_arrays)
     return results
 
@@ -151,8 +143,8 @@ def order(device: DeviceLike) -> None:
         On ``cpu`` there is nothing to do.
     """
     path = paths.active()
-    hal_device, torch_device = _resolve(device)
-    if torch_device is not None and torch_device.type != "cpu":
+    hal_device, torch_device = devices.resolve(device)
+    if torch_device.type != "cpu":
         path.order(hal_device)
 
 
