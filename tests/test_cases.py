@@ -10,6 +10,7 @@ from typing import Any
 import modules
 import numpy as np
 import pytest
+import releases
 import torch
 from conftest import private_device
 
@@ -86,11 +87,15 @@ def test_c07_many_tensors(count: int) -> None:
     assert [int(result[0]) for result in results] == list(range(count))
 
 
-def test_c15_empty_tensors(device: Any) -> None:
+@releases.CRASHES_ON_UNREAD_ARGUMENTS
+def test_c15_empty_tensors_in_a_program(device: Any) -> None:
     program = modules.Program(modules.EMPTY_RESULT, device)
     empty, other = call(program, torch.empty(0, 3), torch.ones(4), device=device)
     assert empty.shape == (0, 3)
     assert torch.equal(other, torch.full((4,), 2.0))
+
+
+def test_c15_empty_tensors() -> None:
     for tensor in (torch.empty(1, 8, 0, 128), torch.empty(4, 4)[:0].t()):
         (result,) = im.from_variant_list(im.to_variant_list([tensor], copy=False))
         assert result.shape == tensor.shape
@@ -154,6 +159,7 @@ def test_c33_results_outlive_all(device: Any) -> None:
     assert len(churn) == 64
 
 
+@releases.NO_F64_SCALARS
 def test_c38_scalars_keep_their_places(device: Any) -> None:
     assert call(modules.Program(modules.SCALARS, device), 21, 1.25, device=device) == [42, 2.5]
     assert call(modules.Program(modules.SMALL_SCALARS, device), 7, 0.5, device=device) == [7, 0.5]

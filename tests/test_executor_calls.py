@@ -12,6 +12,7 @@ import executor_modules as modules
 import iree.runtime as rt
 import numpy as np
 import pytest
+import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live
 
@@ -55,6 +56,7 @@ def test_several_results_are_a_tuple_and_numbers_stay(path: str) -> None:
     assert type(result[1]) is int
 
 
+@releases.NO_F64_SCALARS
 def test_all_scalar_kinds(path: str) -> None:
     exe = executor(modules.SCALARS, modules.WIDE, path=path)
     assert exe(-7, 2**40, 2, 0.1, True) == (-7, 2**40, 2.0, 0.1, 1)
@@ -208,6 +210,7 @@ def test_refusals_carry_index_name_expected_and_got(path: str) -> None:
     assert torch.equal(exe(x, weight, 1.0), x)
 
 
+@releases.NO_F64_SCALARS
 @pytest.mark.parametrize(("index", "value"), [(0, 2.7), (0, 2**31 + 5), (1, 2**63), (2, 2**24 + 1), (4, 2)])
 def test_numbers_that_do_not_fit(path: str, index: int, value: float) -> None:
     exe = executor(modules.SCALARS, modules.WIDE, path=path)

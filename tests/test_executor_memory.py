@@ -8,6 +8,7 @@ from typing import Any
 
 import executor_modules as modules
 import pytest
+import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live, resident_bytes
 
@@ -137,6 +138,7 @@ def accumulate(monkeypatch: pytest.MonkeyPatch, path: str, on: str = "1", **opti
 
 
 @BOTH_PATHS
+@releases.WRITES_INTO_ARGUMENTS
 def test_changed_arguments_are_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exe = accumulate(monkeypatch, path)
     a, b, total = aligned(4, 4), torch.eye(4), torch.ones(4, 4)
@@ -155,6 +157,7 @@ def test_changed_arguments_are_reported(path: str, monkeypatch: pytest.MonkeyPat
 
 
 @BOTH_PATHS
+@releases.WRITES_INTO_ARGUMENTS
 def test_unchanged_and_protected_arguments_are_not_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, total = aligned(4, 4), torch.eye(4), torch.ones(4, 4)
     with warnings.catch_warnings():

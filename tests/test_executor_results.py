@@ -9,6 +9,7 @@ from typing import Any
 import executor_modules as modules
 import numpy as np
 import pytest
+import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live, resident_bytes
 
@@ -216,6 +217,7 @@ def test_result_that_is_an_argument_gets_into_its_storage_too(path: str) -> None
     assert y.data_ptr() != x.data_ptr()
 
 
+@releases.CRASHES_ON_UNREAD_ARGUMENTS
 def test_storage_that_the_program_ignores_is_filled_all_the_same(path: str) -> None:
     exe = executor(modules.IGNORES_STORAGE, path=path, signature=modules.IGNORES_STORAGE_SIGNATURE)
     out = torch.full((4,), -1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import executor_modules as modules
 import iree.runtime as rt
 import pytest
+import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live
 
@@ -25,6 +26,8 @@ pytestmark = BOTH_PATHS
 
 def gated(exe: Executor) -> rt.HalFence:
     """Make IREE wait for a fence before it starts the work of any later `submit`."""
+    if releases.WAITS_WITHIN_INVOCATION:
+        pytest.skip("IREE before 3.12 waits within the invocation for the fence that lets the work begin")
     gate = rt.HalFence.create_at(exe._hal_device.create_semaphore(0), 1)
     exe._ready = gate
     return gate

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import iree.runtime as rt
+import numpy as np
 import torch
 from torch.utils import dlpack
 
@@ -203,10 +204,19 @@ def _export(hal_device: rt.HalDevice | None, view: rt.HalBufferView, path: tuple
     torch_device = devices.torch_device_of(device)
     with values.as_stored():
         if torch_device.type == "cpu":
-            raw = dlpack.from_dlpack(device.create_dlpack_capsule(flat, _DLPACK_CPU, 0))
+            raw = _on_host(device, flat)
         else:
             raw = copy_out(device, buffer, view.byte_length, torch_device)
         return raw.view(dtype).reshape(tuple(view.shape))
+
+
+def _on_host(device: rt.HalDevice, flat: rt.HalBufferView) -> torch.Tensor:
+    """The bytes of a buffer in host memory."""
+    try:
+        return dlpack.from_dlpack(device.create_dlpack_capsule(flat, _DLPACK_CPU, 0))
+    except ValueError:
+        # Of a part of an allocation: some releases say in the capsule where it begins, and torch takes none that does.
+        return torch.from_numpy(flat.map().asarray((flat.byte_length,), np.dtype(np.uint8)))
 
 
 def _device_of_results(host_visible: bool, path: tuple[int, ...]) -> rt.HalDevice:
