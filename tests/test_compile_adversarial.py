@@ -258,6 +258,51 @@ def test_a_training_step_with_everything(wanting: bool, graphs: Graphs) -> None:
     assert not graphs.eager
 
 
+def test_gradients_of_slices_of_dynamic_sizes(graphs: Graphs) -> None:
+    """IREE lets two writes into zeros share the zeros; gradients of slices were such writes."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        halves = torch.cat([-x[..., 2:], x[..., :2]], -1)
+        return halves * x + x[:, 1:2] + x[..., -1:] + x[:, 0:1, ::2].sum() + x.roll(1, 1)
+
+    run = compile_(function, dynamic=True)
+    for length in (5, 7, 4):
+        x, y = (_x(2, length, 4).requires_grad_() for _ in range(2))
+        run(x).square().sum().backward()
+        function(y).square().sum().backward()
+        assert_same(x.grad, y.grad, 1e-3)
+    assert not graphs.eager
+
+
+@pytest.mark.parametrize("last", [2, -1])
+def test_gradients_of_elements(last: int, graphs: Graphs) -> None:
+    run = compile_(lambda x: x[0] * x[last] + x[:, last])
+    x, y = (_x(3, 3).requires_grad_() for _ in range(2))
+    run(x).square().sum().backward()
+    (y[0] * y[last] + y[:, last]).square().sum().backward()
+    assert_same(x.grad, y.grad, 1e-3)
+    assert not graphs.eager
+
+
+def test_gradients_of_what_was_taken_apart(graphs: Graphs) -> None:
+    layer = nn.Linear(4, 4)
+    eager = nn.Linear(4, 4)
+    eager.load_state_dict(layer.state_dict())
+
+    def function(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        both = torch.maximum(y, x) + torch.minimum(y, x * 0) + functional.hardtanh(y) + y.clamp(-0.1, 0.2)
+        out: torch.Tensor = functional.max_pool2d(both[None], 2, 1).sum() + functional.relu6(both * 9).roll(1, 0).sum()
+        return out
+
+    run = compile_(lambda x: function(layer, x))
+    for _ in range(2):
+        run(_x(4, 4)).backward()
+        function(eager, _x(4, 4)).backward()
+    assert_same([p.grad for p in layer.parameters()], [p.grad for p in eager.parameters()], 1e-3)
+    assert not graphs.eager
+
+
 def test_modes_of_the_caller(graphs: Graphs) -> None:
     layer = nn.Linear(8, 8)
     run, x = compile_(layer), _x(4, 8)

@@ -101,6 +101,30 @@ def _convolution_backward(
     return by_input, by_weight, by_bias
 
 
+def _padded(x: torch.Tensor, dim: int, before: Any, after: Any) -> torch.Tensor:
+    padded: torch.Tensor = torch.ops.aten.constant_pad_nd.default(
+        x, [0, 0] * (x.dim() - 1 - dim) + [before, after], 0.0
+    )
+    return padded
+
+
+def _slice_backward(gradient: torch.Tensor, sizes: list[Any], dim: int, start: Any, end: Any, step: Any) -> Any:
+    """Pad instead of writing into zeros: IREE 3.13 lets two such writes share their zeros where sizes are dynamic."""
+    dim = dim % len(sizes)
+    if step != 1 or not isinstance(start, int) or start < 0 or gradient.shape[dim] == 0:
+        return NotImplemented
+    return _padded(gradient, dim, start, sizes[dim] - start - gradient.shape[dim])
+
+
+def _select_backward(gradient: torch.Tensor, sizes: list[Any], dim: int, index: Any) -> Any:
+    """Pad instead of writing into zeros, as above."""
+    dim = dim % len(sizes)
+    if not isinstance(index, int):
+        return NotImplemented
+    place = index if index >= 0 else index + sizes[dim]
+    return _padded(gradient.unsqueeze(dim), dim, place, sizes[dim] - place - 1)
+
+
 def _avg_pool2d_backward(
     gradient: torch.Tensor,
     x: torch.Tensor,
@@ -226,10 +250,15 @@ def _roll(x: torch.Tensor, shifts: list[int], dims: list[int] | None = None) -> 
         return torch.roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
         size = x.shape[dim]
-        if not isinstance(size, int) or not isinstance(shift, int):
+        if not isinstance(shift, int):
             return NotImplemented
-        split = -shift % size if size else 0
-        if split:
+        if isinstance(size, int):
+            split = -shift % size if size else 0
+        elif abs(shift) < size:
+            split = size - shift if shift > 0 else -shift
+        else:
+            return NotImplemented
+        if not isinstance(split, int) or split:
             x = torch.cat([x.narrow(dim, split, size - split), x.narrow(dim, 0, split)], dim)
     return x.clone()
 
@@ -245,6 +274,9 @@ def _fmod(x: torch.Tensor, y: Any) -> Any:
     dtypes = [x.dtype, y.dtype] if isinstance(y, torch.Tensor) else [x.dtype]
     if any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes) or isinstance(y, float):
         return NotImplemented
+    if not isinstance(y, torch.Tensor):
+        # As a tensor, for a size that is not known: the compiler divides by those only.
+        y = torch.full((), y, dtype=x.dtype, device=x.device)
     return x - torch.div(x, y, rounding_mode="trunc") * y
 
 
@@ -281,8 +313,11 @@ def _max_pool2d(
     """Give a single image a batch of one: the compiler's lowering has no other."""
     if x.dim() != 3:
         return NotImplemented
+    # Two numbers each: the compiler crashes on one.
+    window, edges, gaps = (list(one) * (2 // len(one)) for one in (kernel_size, padding or [0], dilation or [1]))
+    steps = list(stride or window) * (2 // len(stride or window))
     values, indices = torch.ops.aten.max_pool2d_with_indices.default(
-        x.unsqueeze(0), kernel_size, stride or [], padding or [0], dilation or [1], ceil_mode
+        x.unsqueeze(0), window, steps, edges, gaps, ceil_mode
     )
     return values.squeeze(0), indices.squeeze(0)
 
@@ -295,6 +330,16 @@ def _avg_pool2d(x: torch.Tensor, *more: Any) -> Any:
 def _any(x: torch.Tensor, *more: Any) -> Any:
     """Ask whether a byte is zero: the compiler joins the bytes of uint8 themselves."""
     return (x != 0).any(*more).to(torch.uint8) if x.dtype == torch.uint8 else NotImplemented
+
+
+def _or_else(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the decomposition that is `first`, or `second` where that says no."""
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        return second(*args, **kwargs) if result is NotImplemented else result
+
+    return either
 
 
 @functools.cache
@@ -311,25 +356,34 @@ def table() -> Table:
     union: Table = dict(core_aten_decompositions())
     union.update(get_decompositions(_beyond_core()))
     aten = torch.ops.aten
-    union[aten.constant_pad_nd.default] = _constant_pad_nd
-    union[aten.convolution_backward.default] = _convolution_backward
-    union[aten.avg_pool2d_backward.default] = _avg_pool2d_backward
-    union[aten.var_mean.correction] = _var_mean
-    union[aten.var.correction] = _var
-    union[aten.std.correction] = _std
-    union[aten.maximum.default] = _maximum
-    union[aten.minimum.default] = _minimum
-    union[aten.clamp.default] = _clamp
-    union[aten.clamp.Tensor] = _clamp_tensor
-    union[aten.clamp_min.default] = _clamp_low
-    union[aten.clamp_max.default] = _clamp_high
-    union[aten.hardtanh.default] = _hardtanh
-    union[aten.roll.default] = _roll
-    union[aten.empty_permuted.default] = _empty_permuted
-    union[aten.fmod.Scalar] = union[aten.fmod.Tensor] = _fmod
-    union[aten.pow.Tensor_Scalar] = _pow
-    union[aten.bitwise_xor.Scalar] = _bitwise_xor
-    union[aten.max_pool2d_with_indices.default] = _max_pool2d
-    union[aten.avg_pool2d.default] = _avg_pool2d
-    union[aten.any.default] = union[aten.any.dim] = union[aten.any.dims] = _any
+    ours: Table = {
+        aten.constant_pad_nd.default: _constant_pad_nd,
+        aten.convolution_backward.default: _convolution_backward,
+        aten.slice_backward.default: _slice_backward,
+        aten.select_backward.default: _select_backward,
+        aten.avg_pool2d_backward.default: _avg_pool2d_backward,
+        aten.var_mean.correction: _var_mean,
+        aten.var.correction: _var,
+        aten.std.correction: _std,
+        aten.maximum.default: _maximum,
+        aten.minimum.default: _minimum,
+        aten.clamp.default: _clamp,
+        aten.clamp.Tensor: _clamp_tensor,
+        aten.clamp_min.default: _clamp_low,
+        aten.clamp_max.default: _clamp_high,
+        aten.hardtanh.default: _hardtanh,
+        aten.roll.default: _roll,
+        aten.empty_permuted.default: _empty_permuted,
+        aten.fmod.Scalar: _fmod,
+        aten.fmod.Tensor: _fmod,
+        aten.pow.Tensor_Scalar: _pow,
+        aten.bitwise_xor.Scalar: _bitwise_xor,
+        aten.max_pool2d_with_indices.default: _max_pool2d,
+        aten.avg_pool2d.default: _avg_pool2d,
+        aten.any.default: _any,
+        aten.any.dim: _any,
+        aten.any.dims: _any,
+    }
+    for operator, function in ours.items():
+        union[operator] = _or_else(function, union[operator]) if operator in union else function
     return union
