@@ -63,7 +63,7 @@ def assert_same(ours: Any, eager: Any, tolerance: float = 1e-4) -> None:
         assert mine.device == theirs.device, f"leaf {place}"
         if theirs.dtype.is_floating_point or theirs.is_complex():
             wide = torch.complex128 if theirs.is_complex() else torch.float64
-            torch.testing.assert_close(mine.to(wide), theirs.to(wide), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(mine.to(wide), theirs.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
         else:
             assert torch.equal(mine, theirs), f"leaf {place}"
 

@@ -14,15 +14,31 @@ from typing import Any
 import pytest
 import torch
 from compiling import Graphs, assert_same, compile_
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from iree_marshal import backend
-from iree_marshal.backend import CompileError, FallbackWarning, MismatchError, graphs, pipeline, toolchain
+from iree_marshal.backend import (
+    CompileError,
+    FallbackWarning,
+    MismatchError,
+    decompositions,
+    graphs,
+    pipeline,
+    toolchain,
+)
+from iree_marshal.backend.verify import Mismatch, acquit
 
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("IREE_MARSHAL_CACHE_DIR", str(Path(tmp_path_factory.getbasetemp(), "compiled")))
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _no_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace with torch's own table: what IREE gets wrong is not taken apart first."""
+    monkeypatch.setattr(decompositions, "table", torch._decomp.core_aten_decompositions)
 
 
 def _falls_back(function: Any, *arguments: torch.Tensor, match: str) -> None:
@@ -74,7 +90,9 @@ def _wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
     right = pipeline.import_graph
 
     def wrong(*arguments: Any, **more: Any) -> str:
-        return right(*arguments, **more).replace("torch.aten.maximum", "torch.aten.minimum")
+        program = right(*arguments, **more).replace("torch.aten.maximum", "torch.aten.minimum")
+        # Of floats it is a comparison and a selection.
+        return program.replace("torch.aten.gt.Tensor", "torch.aten.lt.Tensor")
 
     monkeypatch.setattr(pipeline, "import_graph", wrong)
 
@@ -126,6 +144,25 @@ def test_nan_and_infinity_are_compared() -> None:
     run = compile_(lambda x: (x / 0, x * 2, torch.sqrt(x)))
     for ours, eager in zip(run(x), (x / 0, x * 2, torch.sqrt(x)), strict=True):
         torch.testing.assert_close(ours, eager, equal_nan=True)
+
+
+@pytest.mark.usefixtures("_no_decompositions")
+def test_a_lost_nan_is_no_rounding() -> None:
+    """IREE's maximum drops a NaN; noise that turns infinity into NaN must not acquit it."""
+    x = torch.tensor([1.0, float("inf"), float("nan")])
+    _falls_back(lambda x: torch.clamp_min(x, 0.0) * 1.0, x, match="is off by inf")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.0])
+def test_one_overflow_does_not_excuse_an_error_elsewhere(wrong: float) -> None:
+    x = torch.tensor([1e30, 1.0, 2.0])
+    module = make_fx(lambda x: ((x * x) - 1e-9 * x,))(x)
+    eager = module(x)
+    ours = [eager[0].clone()]
+    found = [Mismatch(0, "is told to be wrong", numeric=True)]
+    assert not acquit(module, [x], ours, eager, found)
+    ours[0][1] = wrong
+    assert acquit(module, [x], ours, eager, found)
 
 
 def test_compilation_errors_name_the_first_diagnostic() -> None:

@@ -118,10 +118,10 @@ class CompiledGraph:
     def run(self, args: Sequence[Any]) -> Sequence[Any]:
         """Run the program, unchecked."""
         plan = self.plan
-        gathered = args if self._gather is None else self._gather(args)
+        sizes = () if plan.evaluate is None else plan.evaluate(args)
+        gathered = args if self._gather is None else self._gather(args, sizes)
         if self._plain and not self._copied:
             return self._invoke(gathered)
-        sizes = () if plan.evaluate is None else plan.evaluate(args)
         if self._allocates:
             tensors = list(self._invoke(gathered, self._allocate(sizes)))
         else:
@@ -201,7 +201,8 @@ class CompiledGraph:
         The compiler may return an argument for `clone(x)`, or one buffer for two equal results. torch's caller may
         write into either. Which ones is decided when the program is compiled, so one look is enough.
         """
-        gathered = args if self._gather is None else self._gather(args)
+        sizes = () if self.plan.evaluate is None else self.plan.evaluate(args)
+        gathered = args if self._gather is None else self._gather(args, sizes)
         taken = [_extent(value) for value in gathered if isinstance(value, torch.Tensor)]
         copied = []
         for place, tensor in enumerate(self._invoke(gathered)):
@@ -235,10 +236,10 @@ def _output(output: Output, args: Sequence[Any], tensors: Sequence[torch.Tensor]
     return base.detach() if output.detach else base
 
 
-def _gatherer(plan: Plan, count: int) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
-    """Return the function from a call's `count` arguments to the program's, without the constants, which are fixed.
+def _gatherer(plan: Plan, count: int) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None:
+    """Return the function from a call's `count` arguments and its evaluated sizes to the program's arguments.
 
-    `None` where they are the same.
+    Constants are not among them, they are fixed. `None` where the program's arguments are the call's.
     """
     arguments = [argument for argument in plan.arguments if not argument.fixed]
     if [argument.source for argument in arguments] == list(range(count)) and not any(
@@ -246,7 +247,9 @@ def _gatherer(plan: Plan, count: int) -> Callable[[Sequence[Any]], Sequence[Any]
     ):
         return None
 
-    def one(args: Sequence[Any], argument: Argument) -> Any:
+    def one(args: Sequence[Any], sizes: Sequence[Any], argument: Argument) -> Any:
+        if argument.slot is not None:
+            return sizes[argument.slot]
         value: Any = argument.constant if argument.source is None else args[argument.source]
         if argument.permutation is not None:
             value = value.permute(argument.permutation)
@@ -254,4 +257,4 @@ def _gatherer(plan: Plan, count: int) -> Callable[[Sequence[Any]], Sequence[Any]
             return value.clone(memory_format=torch.contiguous_format)
         return value.item() if argument.item else value
 
-    return lambda args: [one(args, argument) for argument in arguments]
+    return lambda args, sizes: [one(args, sizes, argument) for argument in arguments]

@@ -8,15 +8,17 @@ that a call only moves tensors. The graph itself is left as it is: it is what ru
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from iree_marshal.backend.layouts import ResultLayout, inverse, result_layout, storage_order
-from iree_marshal.backend.symbols import Evaluate, Expressions
+from iree_marshal.backend.symbols import Evaluate, Expressions, settled
 from iree_marshal.backend.toolchain import CompileError
 from iree_marshal.backend.unsigned import Widening
 
@@ -32,6 +34,7 @@ _UPDATES = frozenset(
         "select_scatter", "slice_scatter", "sort", "topk",
     }
 )  # fmt: skip
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 # Operators that hand on their operand's bytes as they are, without being views in torch.
 _HANDS_ON = frozenset(
     {"_reshape_copy", "_to_copy", "_unsafe_view", "clone", "contiguous", "lift_fresh_copy", "view_copy"}
@@ -45,7 +48,7 @@ class Argument:
     Attributes
     ----------
     source : int or None
-        Place among the call's arguments; ``None`` for a constant of the graph.
+        Place among the call's arguments; ``None`` for a constant of the graph, and for what `slot` says.
     constant : Tensor or None
         That constant.
     value : object
@@ -56,6 +59,8 @@ class Argument:
         Whether a 0-d CPU tensor crosses as a number (torch keeps Python floats on the CPU, next to CUDA tensors).
     copied : bool
         Whether the program may overwrite the memory it gets, and so gets a copy.
+    slot : int or None
+        Set for a number that is computed from sizes: its slot among the evaluated ones.
     """
 
     source: int | None
@@ -64,6 +69,7 @@ class Argument:
     permutation: tuple[int, ...] | None = None
     item: bool = False
     copied: bool = False
+    slot: int | None = None
 
     @property
     def fixed(self) -> bool:
@@ -212,20 +218,30 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
     for node in nodes:
         if node.op == "get_attr":
             _take_constant(building, node, graph_module, device, name)
+    expressions = Expressions([node.meta.get("val") for node in placeholders])
+    try:
+        for node in nodes:
+            if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat):
+                # `x / math.sqrt(x.shape[1])`: the importer knows no such arithmetic, and the call can do it.
+                value = node.meta["val"]
+                building.env[node] = _new_placeholder(building, None, value, slot=expressions.add(value))
+    except LookupError as error:
+        raise CompileError(f"{name}: {error}") from error
     widening = Widening(building.graph, building.env)
     for node in nodes:
         if node.op == "call_function":
-            widening.copy(node)
+            if node not in building.env:
+                widening.copy(node)
         elif node.op not in ("placeholder", "get_attr", "output"):
             raise CompileError(f"{name}: the graph has a {node.op} node ({node.name})")
     (output,) = (node for node in nodes if node.op == "output")
-    expressions = Expressions([node.meta.get("val") for node in placeholders])
     returned: Any = output.args[0]
     try:
         outputs, results, values = _plan_outputs(building, list(returned), expressions)
     except LookupError as error:
         raise CompileError(f"{name}: {error}") from error
     _forget_devices(building.graph)
+    _settle_sizes(building.graph)
     building.graph.output(tuple(values))
     building.graph.eliminate_dead_code()
     kept: list[Argument] = []
@@ -249,7 +265,7 @@ def plan_graph(graph_module: GraphModule, name: str) -> Plan:
 
 
 def _take_placeholder(building: _Building, node: Node, index: int, device: torch.device, name: str) -> None:
-    value = node.meta.get("val")
+    value = settled(node.meta.get("val"))
     graph = building.graph
     if isinstance(value, torch.Tensor):
         if value.device != device:
@@ -318,6 +334,61 @@ def _forget_devices(graph: Graph) -> None:
     for node in graph.nodes:
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+
+
+def _settle_sizes(graph: Graph) -> None:
+    """Let every size that tracing came to know be a number, in what is traced as in what is passed."""
+    numbers: dict[Node, int] = {}
+    for node in graph.nodes:
+        if "val" in node.meta:
+            value = settled(node.meta["val"])
+            if isinstance(value, int) and not isinstance(value, bool):
+                numbers[node] = value
+            if value is not node.meta["val"]:
+                # tensor_meta repeats the sizes, and the importer prefers it.
+                node.meta = {**node.meta, "val": value}
+                node.meta.pop("tensor_meta", None)
+        if numbers:
+            node.args = map_arg(node.args, lambda used: numbers.get(used, used))
+            node.kwargs = map_arg(node.kwargs, lambda used: numbers.get(used, used))
+        if node.target in _VIEWS and -1 in node.args[1]:
+            node.args = (node.args[0], _without_guess(graph, node), *node.args[2:])
+
+
+def _without_guess(graph: Graph, view: Node) -> list[Any]:
+    """Return the sizes of a view with the one that is left to be found, -1, computed: IREE takes it for a size."""
+    base: Any = view.args[0]
+    sizes: list[Any] = list(view.args[1])  # type: ignore[arg-type]
+    place = sizes.index(-1)
+    found = view.meta["val"].shape[place]
+    if not isinstance(found, torch.SymInt):
+        sizes[place] = found
+        return sizes
+    with graph.inserting_before(view):
+
+        def make(target: Any, value: Any, *args: Any) -> Node:
+            made = graph.call_function(target, args)
+            made.meta["val"] = value
+            return made
+
+        def product(factors: Sequence[Any]) -> Any:
+            result: Any = 1
+            for factor in factors:
+                values = [one.meta["val"] if isinstance(one, Node) else one for one in (result, factor)]
+                value = values[0] * values[1]
+                result = make(operator.mul, value, result, factor) if isinstance(value, torch.SymInt) else value
+            return result
+
+        shape = base.meta["val"].shape
+        whole = product(
+            [
+                make(torch.ops.aten.sym_size.int, size, base, dim) if isinstance(size, torch.SymInt) else size
+                for dim, size in enumerate(shape)
+            ]
+        )
+        rest = product([size for dim, size in enumerate(sizes) if dim != place])
+        sizes[place] = make(operator.floordiv, found, whole, rest)
+    return sizes
 
 
 def _overwritten(graph: Graph) -> set[Node]:

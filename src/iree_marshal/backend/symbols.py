@@ -8,8 +8,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Evaluate = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+def known(size: Any) -> Any:
+    """Return a size as an integer where tracing has found out which, else as it is."""
+    found = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if found is None else found
+
+
+def settled(value: Any) -> Any:
+    """Return a traced value with its known sizes as integers.
+
+    A symbol that is found to be one number late in tracing stands in everything that was traced before; IREE would take
+    the one for a size that it does not know, and the other for the number.
+    """
+    if not isinstance(value, FakeTensor):
+        return known(value)
+    old = (*value.shape, *value.stride())
+    new = tuple(map(known, old))
+    if all(one is other for one, other in zip(old, new, strict=True)):
+        return value
+    with value.fake_mode:
+        rank = value.dim()
+        return torch.empty_strided(new[:rank], new[rank:], dtype=value.dtype, device=value.device)
 
 
 class Expressions:

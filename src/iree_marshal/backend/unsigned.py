@@ -38,6 +38,13 @@ def _computes(node: Node) -> bool:
     return not aliases and schema.name.split("::")[1] not in _MOVES
 
 
+def _makes_range(node: Node) -> bool:
+    """Say whether a node counts in uint8 (`torch.eye` does), which crashes the compiler."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not _is_unsigned(node.meta.get("val")):
+        return False
+    return node.target._schema.name == "aten::arange"
+
+
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
     cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
     cast.meta["val"] = node.meta["val"].to(dtype)
@@ -71,6 +78,11 @@ class Widening:
 
     def copy(self, node: Node) -> None:
         """Copy one ``call_function`` node."""
+        if _makes_range(node):
+            counted = self._graph.node_copy(node, self._env.__getitem__)
+            counted.kwargs = {**counted.kwargs, "dtype": torch.int32}
+            self._narrow(node, counted, node.meta["val"])
+            return
         computes = _computes(node)
         operand: Callable[[Node], Node] = self._operand if computes else self._env.__getitem__
         copied = self._graph.node_copy(node, operand)
