@@ -30,6 +30,8 @@ func.func @main(%a: tensor<?x4xf32>, %b: tensor<4xf32>) -> tensor<?x4xf32> {
   return %1 : tensor<?x4xf32>
 }"""
 
+NARROW_FLOAT = "func.func @main(%x: f32, %n: i32) -> (f32, i32) { return %x, %n : f32, i32 }"
+
 SCALARS = """
 func.func @main(%i: i32, %l: i64, %f: f32, %d: f64, %b: i1) -> (i32, i64, f32, f64, i1) {
   return %i, %l, %f, %d, %b : i32, i64, f32, f64, i1

@@ -19,4 +19,10 @@ CRASHES_ON_UNREAD_ARGUMENTS = pytest.mark.skipif(
 WRITES_INTO_ARGUMENTS = pytest.mark.skipif(
     RELEASE < (3, 13), reason="which arguments a program writes into is the compiler's choice; that of 3.13 is known"
 )
+# The memory that DLPack capsules bring: programs may not write into it without reading it.
+NO_DISCARDING_WRITES = (3, 9) <= RELEASE < (3, 11)
+TAKES_LOW_BYTES = RELEASE < (3, 10)  # of a float that is passed for an f32
+NO_CONVERTED_SCALARS = pytest.mark.skipif(
+    TAKES_LOW_BYTES, reason="IREE before 3.10 takes the low bytes of a float that is passed for an f32"
+)
 NO_F64_SCALARS = pytest.mark.skipif(RELEASE < (3, 5), reason="IREE 3.4 loads no function with f64 scalars")

@@ -160,6 +160,7 @@ def test_c33_results_outlive_all(device: Any) -> None:
 
 
 @releases.NO_F64_SCALARS
+@releases.NO_CONVERTED_SCALARS
 def test_c38_scalars_keep_their_places(device: Any) -> None:
     assert call(modules.Program(modules.SCALARS, device), 21, 1.25, device=device) == [42, 2.5]
     assert call(modules.Program(modules.SMALL_SCALARS, device), 7, 0.5, device=device) == [7, 0.5]

@@ -17,7 +17,7 @@ import torch
 from executor_support import BOTH_PATHS, aligned, executor, live
 
 import iree_marshal
-from iree_marshal import devices, loading
+from iree_marshal import calling, devices, loading
 from iree_marshal.executor import Executor
 from iree_marshal.signature import SignatureError, parse
 
@@ -56,9 +56,30 @@ def test_several_results_are_a_tuple_and_numbers_stay(path: str) -> None:
     assert type(result[1]) is int
 
 
+def with_f32(program: str, path: str, *flags: str) -> Executor:
+    if path == "portable" and releases.TAKES_LOW_BYTES:
+        pytest.skip("the portable path refuses f32 scalars on this release")
+    return executor(program, *flags, path=path)
+
+
+def test_floats_that_iree_would_take_the_low_bytes_of(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a runtime before 3.10: the native path passes an f32, the portable one has no call for it."""
+    monkeypatch.setattr(calling, "_takes_any_float", lambda: False)
+    exe = executor(modules.NARROW_FLOAT, path=path)
+    if path == "native":
+        assert exe(0.1, 2) == (float(np.float32(0.1)), 2)
+        exe.bind({0: 2.5})
+        assert exe(3) == (2.5, 3)
+    else:
+        message = "argument 0 (input0): iree-base-runtime before 3.10 takes the low bytes of a float for an f32"
+        assert refusal(exe, 0.1, 2, error=NotImplementedError).startswith(message)
+        with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
+            exe.bind({0: 2.5})
+
+
 @releases.NO_F64_SCALARS
 def test_all_scalar_kinds(path: str) -> None:
-    exe = executor(modules.SCALARS, modules.WIDE, path=path)
+    exe = with_f32(modules.SCALARS, path, modules.WIDE)
     assert exe(-7, 2**40, 2, 0.1, True) == (-7, 2**40, 2.0, 0.1, 1)
     assert exe(np.int64(3), np.uint8(4), np.float32(2.5), np.float64(0.1), np.bool_(0)) == (3, 4, 2.5, 0.1, 0)
     tensors = torch.tensor(3), torch.tensor(4), torch.tensor(2.5), torch.tensor(0.5), torch.tensor(True)
@@ -156,7 +177,7 @@ def test_unsigned_and_signed_bytes(path: str) -> None:
 
 
 def test_count(path: str) -> None:
-    exe = executor(modules.NAMED, path=path)
+    exe = with_f32(modules.NAMED, path)
     expected = "expected 3 arguments (x: tensor<4xf32>, weight.0: tensor<2x?xi32>, scale: f32)"
     weight = torch.zeros(2, 3, dtype=torch.int32)
     assert refusal(exe, error=TypeError) == f"{expected}, got 0"
@@ -174,7 +195,7 @@ def test_count(path: str) -> None:
 
 
 def test_refusals_carry_index_name_expected_and_got(path: str) -> None:
-    exe = executor(modules.NAMED, path=path)
+    exe = with_f32(modules.NAMED, path)
     x, weight = aligned(4), torch.zeros(2, 3, dtype=torch.int32)
     assert refusal(exe, x.double(), weight, 1.0) == (
         "argument 0 (x): expected tensor<4xf32>, got a tensor of shape (4,) and dtype torch.float64"
@@ -213,7 +234,7 @@ def test_refusals_carry_index_name_expected_and_got(path: str) -> None:
 @releases.NO_F64_SCALARS
 @pytest.mark.parametrize(("index", "value"), [(0, 2.7), (0, 2**31 + 5), (1, 2**63), (2, 2**24 + 1), (4, 2)])
 def test_numbers_that_do_not_fit(path: str, index: int, value: float) -> None:
-    exe = executor(modules.SCALARS, modules.WIDE, path=path)
+    exe = with_f32(modules.SCALARS, path, modules.WIDE)
     args: list[Any] = [1, 1, 1.0, 1.0, 1]
     args[index] = value
     kind = ["i32", "i64", "f32", "f64", "i1"][index]

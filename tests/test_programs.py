@@ -9,6 +9,7 @@ import executor_modules as programs
 import iree.runtime as rt
 import modules
 import pytest
+import releases
 import torch
 from conftest import private_device
 
@@ -44,7 +45,9 @@ def test_nothing_where_a_tensor_is_wanted(device: Any) -> None:
         call(program, device, torch.ones(4), None)
 
 
-def test_results_written_into_the_callers_storage(device: Any) -> None:
+def test_results_written_into_the_callers_storage(device: Any, path: str) -> None:
+    if path == "portable" and releases.NO_DISCARDING_WRITES:
+        pytest.skip("on this release IREE's own import lets programs write only over what they have read")
     program = modules.Program(programs.STORAGE_BUFFER, device)
     y, z = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     storage = im.to_variant_list([y, z], device=device)

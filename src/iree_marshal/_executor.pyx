@@ -253,7 +253,7 @@ cdef class NativeEngine:
             real = value
             if real - real == 0 and not -slot.largest <= real <= slot.largest:
                 return False
-            put_float(variant, real)
+            put_float(variant, real, slot.single)
             return True
         return False
 
@@ -305,7 +305,7 @@ cdef class NativeEngine:
         elif kind == admission.INT:
             put_integer(variant, payload)
         elif kind == admission.FLOAT:
-            put_float(variant, payload)
+            put_float(variant, payload, frame.binding.slots[position].single)
         else:
             held = to_variant_list([payload], self.program.hal_device, self.torch_device, self.copy, False, self.upload)
             move_variant(variant, &borrow_list(held).storage[0])

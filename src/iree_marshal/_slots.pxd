@@ -36,6 +36,7 @@ cdef struct Slot:
     int64_t low             # of an integer
     int64_t high
     double largest          # of a float: beyond it only infinities
+    bint single             # a float that the function takes as f32
 
 
 # The tensor that one position of a frame's argument list holds.
@@ -87,7 +88,7 @@ cdef class NativeFrame:
 
 cdef void put_reference(im_vm_variant_t* variant, uintptr_t ref_type, void* reference) noexcept
 cdef void put_integer(im_vm_variant_t* variant, int64_t value) noexcept
-cdef void put_float(im_vm_variant_t* variant, double value) noexcept
+cdef void put_float(im_vm_variant_t* variant, double value, bint single) noexcept
 cdef void move_variant(im_vm_variant_t* target, im_vm_variant_t* source) noexcept
 cdef int import_view(
     NativeDevice device, NativeFrame frame, Batch* batch, PyObject* tensor, const TensorView* view, Py_ssize_t position

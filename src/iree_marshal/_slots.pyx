@@ -15,6 +15,7 @@ from iree_marshal._objects cimport NativeDevice, borrow_list, new_variant_list, 
 from iree_marshal._tensors cimport TensorView, read_admitted
 from iree_marshal.abi.iree cimport (
     IM_TYPE_LOW_BITS,
+    IM_VALUE_TYPE_F32,
     IM_VALUE_TYPE_F64,
     IM_VALUE_TYPE_I64,
     im_hal_buffer_t,
@@ -67,10 +68,15 @@ cdef void put_integer(im_vm_variant_t* variant, int64_t value) noexcept:
     _drop(&old)
 
 
-cdef void put_float(im_vm_variant_t* variant, double value) noexcept:
+cdef void put_float(im_vm_variant_t* variant, double value, bint single) noexcept:
+    """Of the width that the function takes: before 3.10 IREE takes the low bytes of any other for it."""
     cdef im_vm_variant_t old = variant[0]
-    variant.type = IM_VALUE_TYPE_F64
-    variant.value.f64 = value
+    if single:
+        variant.type = IM_VALUE_TYPE_F32
+        variant.value.f32 = <float>value
+    else:
+        variant.type = IM_VALUE_TYPE_F64
+        variant.value.f64 = value
     variant.ref_type = 0
     _drop(&old)
 
@@ -221,6 +227,7 @@ cdef class Binding:
             elif kind.floating:
                 slot.kind = SLOT_FLOAT
                 slot.largest = kind.largest
+                slot.single = kind.kind == "f32"
         return dims
 
     def __dealloc__(self):
@@ -261,7 +268,11 @@ cdef class NativeFrame:
         self.native_arguments.count = total
         bound = borrow_list(binding.bound)
         for place in range(len(binding.bound_positions)):
-            variant = &self.native_arguments.storage[<Py_ssize_t>binding.bound_positions[place]]
+            position = binding.bound_positions[place]
+            variant = &self.native_arguments.storage[<Py_ssize_t>position]
+            if bound.storage[place].type == IM_VALUE_TYPE_F64:
+                put_float(variant, bound.storage[place].value.f64, binding.slots[<Py_ssize_t>position].single)
+                continue
             variant[0] = bound.storage[place]
             count = _count_of(variant)
             if count != NULL:

@@ -8,6 +8,7 @@ starts anew each time, and serves where the native path is not proven, and as th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 from iree_marshal import arguments, slab, values
 from iree_marshal.element_types import HAL_OF
+from iree_marshal.selfcheck import is_older, runtime_version
 from iree_marshal.signature import Signature, Value
 
 __all__ = ["Frame", "PortableEngine", "Program", "Timing", "as_returned", "wants_buffer"]
@@ -71,6 +73,12 @@ def as_returned(results: list[Any]) -> Any:
     return results[0] if results else None
 
 
+@functools.cache
+def _takes_any_float() -> bool:
+    """Whether IREE converts a float that is passed for an f32."""
+    return not is_older(runtime_version(), "3.10")
+
+
 class Frame:
     """What belongs to one call while it runs."""
 
@@ -103,12 +111,9 @@ class PortableEngine:
 
     def bind(self, fixed: Mapping[int, Any]) -> None:
         """Fix arguments for all calls to come; all of them or, on failure, none."""
-        program = self.program
         checked: dict[int, tuple[Any, torch.Tensor | None]] = {}
         for index, value in fixed.items():
-            kind, payload = arguments.settle(
-                index, program.argument(index), value, program.torch_device, program.copy, program.upload
-            )
+            kind, payload = self._settle(index, value)
             if kind == values.TENSOR:
                 # An alias: what the caller does to its own tensor object later leaves the memory alone.
                 alias = payload.detach()
@@ -152,9 +157,7 @@ class PortableEngine:
             passed[index] = payload
         for index, value in zip(expected, args, strict=True):
             expectation = program.argument(index)
-            kind, payload = arguments.settle(
-                index, expectation, value, program.torch_device, program.copy, program.upload
-            )
+            kind, payload = self._settle(index, value)
             passed[index] = payload
             if kind == values.TENSOR:
                 tensors[arguments.place_of(index, expectation)] = payload
@@ -209,6 +212,16 @@ class PortableEngine:
         """Drop what is kept for the next call; this engine keeps nothing."""
 
     # ---- pieces ----
+
+    def _settle(self, index: int, value: Any) -> tuple[int, Any]:
+        program = self.program
+        expected = program.argument(index)
+        if expected is not None and str(expected.abi_type) == "f32" and not _takes_any_float():
+            raise NotImplementedError(
+                f"{arguments.place_of(index, expected)}: iree-base-runtime before 3.10 takes the low bytes of a float "
+                "for an f32, and has no public call that passes one; use the native path"
+            )
+        return arguments.settle(index, expected, value, program.torch_device, program.copy, program.upload)
 
     def _import(self, sequence: Sequence[Any]) -> rt.VmVariantList:
         program = self.program

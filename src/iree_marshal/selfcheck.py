@@ -25,7 +25,17 @@ import iree.runtime as rt
 if TYPE_CHECKING:
     from iree_marshal.subject import Subject
 
-__all__ = ["TESTED", "Proof", "Report", "prove", "prove_in_child", "read_memory", "runtime_version", "supported"]
+__all__ = [
+    "TESTED",
+    "Proof",
+    "Report",
+    "is_older",
+    "prove",
+    "prove_in_child",
+    "read_memory",
+    "runtime_version",
+    "supported",
+]
 
 TESTED = ("3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.8.0", "3.9.0", "3.10.0", "3.11.0", "3.12.0", "3.13.0")
 """Releases of iree-base-runtime whose layouts were verified one by one."""
@@ -97,10 +107,10 @@ def supported() -> str:
     return f"iree-base-runtime {TESTED[0]} to {TESTED[-1]}, and newer ones that pass the self-check"
 
 
-def _is_older(version: str) -> bool:
-    """Whether a version precedes the first supported release."""
+def is_older(version: str, than: str) -> bool:
+    """Whether a version precedes a release, by major and minor number; False where it cannot be told."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    first = tuple(int(part) for part in TESTED[0].split(".")[:2])
+    first = tuple(int(part) for part in than.split(".")[:2])
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < first
 
 
@@ -128,7 +138,7 @@ def prove(table: Mapping[str, int] | None = None, *, version: str | None = None)
     def report(*last: Proof) -> Report:
         return Report((*done, *last), (time.perf_counter() - start) * 1e3, found)
 
-    if found and _is_older(found):
+    if found and is_older(found, TESTED[0]):
         return report(Proof("version", False, f"iree-base-runtime {found}; supported: {supported()}"))
     try:
         from iree_marshal import _probe, subject
