@@ -10,6 +10,7 @@ from typing import Any
 
 import executor_modules as modules
 import pytest
+import releases
 import torch
 
 from iree_marshal import _lifetime, paths
@@ -25,6 +26,13 @@ def executor(program: str, *flags: str, path: str = "native", **options: Any) ->
         made = Executor.load(module, **options)
     assert type(made._engine).__name__ == ("NativeEngine" if path == "native" else "PortableEngine")
     return made
+
+
+def with_f32(program: str, path: str, *flags: str) -> Executor:
+    """As `executor`, a program that takes an f32 scalar."""
+    if path == "portable" and releases.TAKES_LOW_BYTES:
+        pytest.skip("the portable path refuses f32 scalars on this release")
+    return executor(program, *flags, path=path)
 
 
 def live() -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import releases
 import torch
-from executor_support import BOTH_PATHS, aligned, executor, live
+from executor_support import BOTH_PATHS, aligned, executor, live, with_f32
 
 import iree_marshal
 from iree_marshal import calling, devices, loading
@@ -54,12 +54,6 @@ def test_several_results_are_a_tuple_and_numbers_stay(path: str) -> None:
     assert torch.equal(result[0], aligned(4) * 2)
     assert result[1] == 2**40
     assert type(result[1]) is int
-
-
-def with_f32(program: str, path: str, *flags: str) -> Executor:
-    if path == "portable" and releases.TAKES_LOW_BYTES:
-        pytest.skip("the portable path refuses f32 scalars on this release")
-    return executor(program, *flags, path=path)
 
 
 def test_floats_that_iree_would_take_the_low_bytes_of(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

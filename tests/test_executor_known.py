@@ -13,7 +13,7 @@ from typing import Any
 import executor_modules as modules
 import pytest
 import torch
-from executor_support import BOTH_PATHS, aligned, executor, live
+from executor_support import BOTH_PATHS, aligned, executor, live, with_f32
 
 from iree_marshal import _importing
 from iree_marshal.executor import Executor
@@ -294,7 +294,7 @@ def test_a_finalizer_that_calls_the_executor() -> None:
 
 @BOTH_PATHS
 def test_bind_and_unbind(path: str) -> None:
-    exe = executor(modules.NAMED, path=path)
+    exe = with_f32(modules.NAMED, path)
     x, weight = aligned(4), torch.zeros(2, 3, dtype=torch.int32)
     exe.bind({1: weight, 2: 3})
     assert torch.equal(exe(x), x)
