@@ -43,15 +43,25 @@ $(VENV)/.built: $(VENV)/.demo $(NATIVE)
 .PHONY: build
 build: $(VENV)/.built ## build the extensions in place
 
+# Valgrind where it is not installed: Debian's package, unpacked; nothing outside .venvs changes but the package lists.
+VALGRIND := $(if $(shell command -v valgrind),,.venvs/valgrind/.ready)
+.venvs/valgrind/.ready:
+	@command -v apt-get > /dev/null && command -v dpkg-deb > /dev/null || { echo "valgrind is needed; install it" >&2; exit 1; }
+	mkdir -p $(@D)
+	cd $(@D) && { apt-get -q download valgrind || { apt-get -q update && apt-get -q download valgrind; }; }
+	cd $(@D) && dpkg-deb -x valgrind_*.deb .
+	@touch $@
+
 # --- daily ----------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
 demo: $(VENV)/.built ## ResNet-50 through IREE, compared with eager, crossing measured
 	$(PY) -m iree_marshal demo $(DEMO_ARGS)
 
+# In CI, where no check may be left out, valgrind must be there: it counts the instructions of the hot loops.
 .PHONY: test
-test: $(VENV)/.dev $(VENV)/.built ## the test suite; in CI also on the oldest supported runtime
-	$(PY) -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.dev $(VENV)/.built $(if $(CI),$(VALGRIND)) ## the test suite; in CI also on the oldest supported runtime
+	PATH="$$PATH:$(abspath .venvs/valgrind/usr/bin)" $(PY) -m pytest $(PYTEST_ARGS)
 ifdef CI
 	$(MAKE) compat COMPAT=$(firstword $(RELEASES)) COMPAT_PYTEST="$(CROSSING_PYTEST)"
 endif
@@ -95,6 +105,10 @@ format: $(VENV)/.dev ## rewrite the Python sources as `make lint` wants them
 .PHONY: bench
 bench: $(VENV)/.dev $(VENV)/.built ## every benchmark beside its baselines, into benchmarks/results/
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+.PHONY: instructions
+instructions: $(VENV)/.dev $(VENV)/.built $(VALGRIND) ## count the instructions of the hot loops anew, for the tests to hold
+	PATH="$$PATH:$(abspath .venvs/valgrind/usr/bin)" $(PY) benchmarks/instructions.py
 
 # --- other runtimes -------------------------------------------------------------------------------------------------
 
@@ -224,4 +238,4 @@ clean: ## remove builds and reports; environments stay (rm -rf .venv .venvs)
 .PHONY: help
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-	    printf '  make %-10s %s\n' "$$name" "$$text"; done
+	    printf '  make %-12s %s\n' "$$name" "$$text"; done
