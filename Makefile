@@ -105,6 +105,12 @@ format: $(VENV)/.dev ## rewrite the Python sources as `make lint` wants them
 .PHONY: bench
 bench: $(VENV)/.dev $(VENV)/.built ## every benchmark beside its baselines, into benchmarks/results/
 	$(PY) -m benchmarks $(BENCH_ARGS)
+	$(MAKE) --no-print-directory numbers
+
+.PHONY: numbers
+numbers: $(VENV)/.dev $(VENV)/.built ## plots and the README's tables from what lies in benchmarks/results/
+	$(PY) benchmarks/plots.py $(wildcard benchmarks/results/cpu.json benchmarks/results/cuda.json)
+	$(PY) docs/make_numbers.py
 
 .PHONY: instructions
 instructions: $(VENV)/.dev $(VENV)/.built $(VALGRIND) ## count the instructions of the hot loops anew, for the tests to hold

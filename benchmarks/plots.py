@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Plots of a report, where matplotlib is installed."""
+"""Plots of a report, where matplotlib is installed.
+
+`make bench` draws what it measured. A report of another machine is drawn with
+
+    python benchmarks/plots.py benchmarks/results/cuda.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw"]
+__all__ = ["draw", "main"]
 
 OURS, STOCK, TORCH, OTHER = "#0b6e4f", "#c8553d", "#6c757d", "#a7b0b8"
 
@@ -64,10 +72,11 @@ def draw(report: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
 def scaling(pyplot: Any, report: Mapping[str, Any]) -> Any:
     """Plot the cost per tensor over the length of the list."""
     lines = (
-        ("import.stock", "stock in (`to_dlpack`)", STOCK, "--"),
-        ("export", "`from_variant_list`", OURS, "-"),
-        ("detach", "`t.detach()`", TORCH, ":"),
-        ("import", "`to_variant_list`", OURS, "--"),
+        ("export.stock", "out: stock, torch.from_dlpack", STOCK, "-"),
+        ("import.stock", "in: stock, to_dlpack", STOCK, "--"),
+        ("export", "out: from_variant_list", OURS, "-"),
+        ("detach", "t.detach()", TORCH, ":"),
+        ("import", "in: to_variant_list", OURS, "--"),
     )
     figure, axes = pyplot.subplots(figsize=(7, 4))
     drawn = False
@@ -99,17 +108,17 @@ def scaling(pyplot: Any, report: Mapping[str, Any]) -> Any:
 def stock(pyplot: Any, report: Mapping[str, Any]) -> Any:
     """Plot ways in and out beside each other, in units."""
     rows = (
-        ("in: `to_variant_list`", "import.ours", OURS),
-        ("in: stock, `to_dlpack`", "import.stock.to_dlpack", STOCK),
-        ("in: stock, `__dlpack__`", "import.stock.dunder", STOCK),
+        ("in: to_variant_list", "import.ours", OURS),
+        ("in: stock, to_dlpack", "import.stock.to_dlpack", STOCK),
+        ("in: stock, __dlpack__", "import.stock.dunder", STOCK),
         ("in: stock, through numpy (copies)", "import.stock.copy", OTHER),
         ("in: tvm-ffi (arguments only)", "peer.tvm_ffi.arguments", OTHER),
-        ("in: onnxruntime `bind_input`", "peer.onnxruntime.bind_input", OTHER),
-        ("out: `from_variant_list`", "export.ours", OURS),
-        ("out: stock, `torch.from_dlpack`", "export.stock", STOCK),
-        ("out: stock, `to_host` (copies)", "export.stock.copy", OTHER),
+        ("in: onnxruntime bind_input", "peer.onnxruntime.bind_input", OTHER),
+        ("out: from_variant_list", "export.ours", OURS),
+        ("out: stock, torch.from_dlpack", "export.stock", STOCK),
+        ("out: stock, to_host (copies)", "export.stock.copy", OTHER),
         ("out: onnxruntime, raw", "peer.onnxruntime.outputs", OTHER),
-        ("out: `torch.as_tensor`, array interface", "adopt.as_tensor", OTHER),
+        ("out: torch.as_tensor, array interface", "adopt.as_tensor", OTHER),
     )
     known = [(label, report["cases"][name]["ratio"], color) for label, name, color in rows if name in report["cases"]]
     if not known:
@@ -122,7 +131,7 @@ def stock(pyplot: Any, report: Mapping[str, Any]) -> Any:
     axes.margins(x=0.15)
     axes.set(
         xscale="log",
-        xlabel="cost per tensor, in `t.detach()` (log scale)",
+        xlabel="cost per tensor, in t.detach() (log scale)",
         title=f"One tensor across the border ({report['device']})",
     )
     return figure
@@ -133,10 +142,10 @@ def share(pyplot: Any, report: Mapping[str, Any]) -> Any:
     where, cases = "call.400x450", report["cases"]
     rows = (
         ("stock DLPack", "own.stock", STOCK),
-        ("`to_variant_list`, `from_variant_list`", "own.by_hand", OURS),
-        ("`Executor`, new tensors", "own.new", OURS),
-        ("`Executor`, known tensors", "own.known", OURS),
-        ("`Executor`, bound, reused outputs", "storage.bound_reuse", OURS),
+        ("to_variant_list, from_variant_list", "own.by_hand", OURS),
+        ("Executor, new tensors", "own.new", OURS),
+        ("Executor, known tensors", "own.known", OURS),
+        ("Executor, bound, reused outputs", "storage.bound_reuse", OURS),
     )
     known = []
     for label, way, color in rows:
@@ -159,3 +168,20 @@ def share(pyplot: Any, report: Mapping[str, Any]) -> Any:
         title=f"400 tensors in, 450 out ({report['device']})",
     )
     return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw each named report beside its file; 1 where that draws nothing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("reports", type=Path, nargs="*")
+    for path in parser.parse_args(argv).reports:
+        drawn = draw(json.loads(path.read_text()), path.parent, path.stem)
+        if not drawn:
+            sys.stderr.write(f"{path}: nothing drawn; plots need matplotlib\n")
+            return 1
+        sys.stdout.writelines(f"drawn: {plot.name}\n" for plot in drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

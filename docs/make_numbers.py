@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
-"""Writes the numbers in README.md from benchmarks/results/: ``python docs/make_numbers.py`` after ``make bench``.
+"""Writes the numbers in README.md from benchmarks/results/: ``python docs/make_numbers.py``, as ``make bench`` does.
 
 Every number comes from ``cpu.json`` or ``cuda.json`` there; without these files no table is written.
 """
@@ -33,7 +33,11 @@ ROWS = (
     ("the same: bound tensors, reused outputs", "call.400x450.storage.bound_reuse", ""),
     ("two-layer MLP through `torch.compile`", "compiled.mlp.ours", ""),
 )
-PLOTS = {"scaling": "cost per tensor over the length of the list", "share": "share of the call that is the crossing"}
+PLOTS = {
+    "stock": "one tensor across the border, beside stock and other packages",
+    "scaling": "cost per tensor over the length of the list",
+    "share": "share of the call that is the crossing",
+}
 
 
 def _stock(report: Mapping[str, Any], name: str) -> str:

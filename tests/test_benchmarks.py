@@ -290,8 +290,13 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes()
         assert "a processor, 2000-01-01" in (first / name).read_text()
     assert "9.1 %" in (first / "cpu-share.svg").read_text()
+    path = first / "other.json"
+    path.write_text(json.dumps(made))
+    assert plots.main([str(path)]) == 0
+    assert (first / "other-share.svg").read_bytes() == (first / "cpu-share.svg").read_bytes()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plots.draw(made, tmp_path, "cpu") == []
+    assert plots.main([str(path)]) == 1
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------
@@ -332,6 +337,11 @@ def test_smoke(tmp_path: Path) -> None:
     ].keys()
     assert all(name.startswith("peer.") for name in made["skipped"]), made["skipped"]
     assert (tmp_path / "results" / "cpu-quick.md").read_text() in done.stdout
+    for kind in ("scaling", "stock"):  # a smoke run has no call of 400 tensors to draw
+        assert f"drawn: cpu-quick-{kind}.svg\n" in done.stdout
+        assert (tmp_path / "results" / f"cpu-quick-{kind}.svg").stat().st_size > 0
+    for size in (1, 10, 100, 400):
+        assert {f"scaling.{way}.{size}" for way in ("import", "import.stock", "export", "export.stock")} <= names
     again = script("check", tmp_path / "results" / "cpu-quick.json")
     # The longest lists are not in a smoke run; everything else has a number.
     missing = [line for line in again.stdout.splitlines() if line.endswith("| missing |")]

@@ -242,6 +242,7 @@ def core_cases(fixture: Fixture) -> Iterator[Case]:
     yield from floor_cases(fixture)
     yield from import_cases(fixture)
     imported = marshal.to_variant_list(fixture.tensors())
+    kind, index = dlpack_device(fixture.torch)
     yield from export_cases(fixture, imported, "export.imported", "imported memory", "not results of a program")
     for size in fixture.sizes:
         some = marshal.to_variant_list(fixture.tensors(size))
@@ -250,6 +251,13 @@ def core_cases(fixture: Fixture) -> Iterator[Case]:
             f"`from_variant_list` of {size}, imported memory",
             partial(marshal.from_variant_list, some),
             size,
+        )
+        yield Case(
+            f"scaling.export.stock.{size}",
+            f"stock export of {size}, `torch.from_dlpack`, imported memory",
+            partial(stock_export, fixture.hal, some, kind, index),
+            size,
+            optional=True,
         )
 
 
@@ -262,7 +270,7 @@ def flatness(way: str, size: int) -> Derived:
 
 def core_derived(fixture: Fixture) -> Iterator[Derived]:
     """Yield figures over the core cases."""
-    for way in ("import", "export", "import.stock", "detach"):
+    for way in ("import", "export", "import.stock", "export.stock", "detach"):
         yield from (flatness(way, size) for size in fixture.sizes if size > 100)
     yield Derived(
         "speedup.import",
