@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import subprocess
 import sys
 import time
@@ -173,6 +174,27 @@ def test_layouts_of_older_releases_are_refused(memory_type: int, usage: int, acc
     tails = {"buffer.memory_type": memory_type, "buffer.allowed_usage": usage, "buffer.allowed_access": access}
     report = selfcheck.prove({**TABLE, **tails})
     assert report.failure.startswith("buffers: layouts that fit")
+
+
+@pytest.mark.parametrize(("index", "kind", "usage", "access"), [(0, 72, 76, 80), (1, 80, 84, 88)])
+def test_buffers_of_older_releases_are_recognised(
+    index: int, kind: int, usage: int, access: int, monkeypatch: pytest.MonkeyPatch, no_child: None
+) -> None:
+    read, head = subject.Subject.read, 104
+
+    def older(self: subject.Subject, address: int, nbytes: int) -> bytes:
+        """As if the last fields of a buffer lay where they once did."""
+        found = bytearray(read(self, address, nbytes))
+        if nbytes == head:
+            fields = struct.unpack_from("<IIH", found, TABLE["buffer.memory_type"])
+            found[TABLE["buffer.memory_type"] :] = bytes(head - TABLE["buffer.memory_type"])
+            for offset, kind_of_field, field in zip((kind, usage, access), "IIH", fields, strict=True):
+                struct.pack_into(f"<{kind_of_field}", found, offset, field)
+        return bytes(found)
+
+    monkeypatch.setattr(subject.Subject, "read", older)
+    report = selfcheck.prove()
+    assert report.failure.startswith(f"buffers: layouts that fit: [{index}] of those of 3.0, 3.1 to 3.3, ")
 
 
 # ---- the child process -----------------------------------------------------------------------------

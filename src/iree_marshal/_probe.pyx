@@ -18,6 +18,12 @@ from iree_marshal.abi.iree cimport (
     IM_HAL_ALLOCATOR_SLOT_IMPORT_BUFFER,
     IM_HAL_ALLOCATOR_SLOT_QUERY_COMPATIBILITY,
     IM_HAL_ALLOCATOR_SLOTS_USED,
+    IM_HAL_BUFFER_3_0_ALLOWED_ACCESS_AT,
+    IM_HAL_BUFFER_3_0_ALLOWED_USAGE_AT,
+    IM_HAL_BUFFER_3_0_MEMORY_TYPE_AT,
+    IM_HAL_BUFFER_3_1_ALLOWED_ACCESS_AT,
+    IM_HAL_BUFFER_3_1_ALLOWED_USAGE_AT,
+    IM_HAL_BUFFER_3_1_MEMORY_TYPE_AT,
     IM_HAL_BUFFER_ALLOWED_ACCESS_AT,
     IM_HAL_BUFFER_ALLOWED_USAGE_AT,
     IM_HAL_BUFFER_MEMORY_TYPE_AT,
@@ -161,6 +167,14 @@ def layout_table():
         "status.message": <char*>&status.message - <char*>&status,
         "status.message_length": <char*>&status.message_length - <char*>&status,
     }
+
+
+def older_tails():
+    """Where memory type, allowed usage and access of a buffer lie in releases that are refused: 3.0, 3.1 to 3.3."""
+    return (
+        (IM_HAL_BUFFER_3_0_MEMORY_TYPE_AT, IM_HAL_BUFFER_3_0_ALLOWED_USAGE_AT, IM_HAL_BUFFER_3_0_ALLOWED_ACCESS_AT),
+        (IM_HAL_BUFFER_3_1_MEMORY_TYPE_AT, IM_HAL_BUFFER_3_1_ALLOWED_USAGE_AT, IM_HAL_BUFFER_3_1_ALLOWED_ACCESS_AT),
+    )
 
 
 def slots_used():

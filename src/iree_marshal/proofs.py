@@ -24,10 +24,6 @@ __all__ = ["READS"]
 _CANARY = 0x1122334455667788
 _FLOAT_CANARY = -2.718281828459045
 
-# Offsets of a buffer's memory type, allowed usage and allowed access in releases that are not
-# supported (3.0; 3.1 to 3.3). They are only read, to tell the layouts apart.
-_OLDER_TAILS = ((72, 76, 80), (80, 84, 88))
-
 _NO_OFFSETS = {
     "py_instance.state_mask",
     "py_instance.state_ready",
@@ -214,7 +210,7 @@ def prove_buffers(subject: Subject) -> None:
     """The head of a buffer, and which releases' layout it has."""
     table = subject.table
     tails = (
-        *_OLDER_TAILS,
+        *_probe.older_tails(),
         (table["buffer.memory_type"], table["buffer.allowed_usage"], table["buffer.allowed_access"]),
     )
     _, slots = _probe.slots_used()

@@ -168,12 +168,20 @@ IM_ASSERT_OFFSET(im_hal_buffer_t, byte_offset, 32);
 IM_ASSERT_OFFSET(im_hal_buffer_t, byte_length, 40);
 IM_ASSERT_OFFSET(im_hal_buffer_t, placement_device, 48);
 
-/* Where the fields that are not used lie from 3.4 on (3.1 to 3.3 differ): they tell the
- * layouts apart. */
+/* Where the fields that are not used lie: from 3.4 on, in 3.0, and in 3.1 to 3.3. They
+ * are only read, to tell the layouts apart; the older releases are refused. */
 enum im_hal_buffer_tail_e {
   IM_HAL_BUFFER_MEMORY_TYPE_AT = 84,
   IM_HAL_BUFFER_ALLOWED_USAGE_AT = 88,
   IM_HAL_BUFFER_ALLOWED_ACCESS_AT = 92,
+};
+enum im_hal_buffer_older_tail_e {
+  IM_HAL_BUFFER_3_0_MEMORY_TYPE_AT = 72,
+  IM_HAL_BUFFER_3_0_ALLOWED_USAGE_AT = 76,
+  IM_HAL_BUFFER_3_0_ALLOWED_ACCESS_AT = 80,
+  IM_HAL_BUFFER_3_1_MEMORY_TYPE_AT = 80,
+  IM_HAL_BUFFER_3_1_ALLOWED_USAGE_AT = 84,
+  IM_HAL_BUFFER_3_1_ALLOWED_ACCESS_AT = 88,
 };
 
 /* A foreign release goes through RECYCLE once the count has reached zero, never
