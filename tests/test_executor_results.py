@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import executor_modules as modules
@@ -12,6 +14,8 @@ import pytest
 import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live, resident_bytes
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from iree_marshal import slab
 from iree_marshal.executor import Executor
@@ -359,3 +363,65 @@ def test_outputs_that_cannot_be_reused(path: str, program: str, message: str) ->
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
         load(program, path, reuse_outputs=True)
     assert str(caught.value) == message
+
+
+# ---- memory that torch would not make as asked -----------------------------------------------------
+
+
+class Refusing(TorchDispatchMode):
+    """Answers no operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was run")
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "fake": FakeTensorMode,
+    "fake, real tensors allowed": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "refusing": Refusing,
+    "inference": torch.inference_mode,
+    "meta by default": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_slab_has_memory_in_every_mode(path: str, mode: str, reuse: bool) -> None:
+    """The first call is the one that allocates what later calls use again."""
+    exe = load("STORAGE_BUFFER", path, reuse_outputs=reuse)
+    x = aligned(4)
+    out = [aligned(4, start=1.0), None]
+    with MODES[mode]():
+        first = exe(x)
+        mixed = exe(x, out=out)
+    for results in (first, mixed, exe(x)):
+        assert [type(result) for result in results] == [torch.Tensor, torch.Tensor]
+        assert torch.equal(results[0], x * 2)
+        assert torch.equal(results[1], (x * 2).int())
+
+
+def test_slab_within_transforms(path: str) -> None:
+    exe = load("STORAGE_BUFFER", path)
+    x = aligned(4)
+
+    def weighted(weight: torch.Tensor) -> torch.Tensor:
+        y, z = exe(x)
+        return (weight * y * z).sum()
+
+    assert torch.func.grad(weighted)(torch.ones(4)).tolist() == [0.0, 4.0, 16.0, 36.0]
+    assert torch.func.functionalize(weighted)(torch.ones(4)).item() == 56.0
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_results_change_in_place_one_by_one(path: str, reuse: bool) -> None:
+    """What autograd keeps of one result is still good when another one was written."""
+    exe = load("STORAGE_BUFFER", path, reuse_outputs=reuse)
+    with torch.inference_mode():
+        exe(aligned(4))
+    y, z = exe(aligned(4)) if reuse else exe(aligned(4), out=[None, None])
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * y).sum()
+    z.add_(1)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 2.0, 4.0, 6.0]

@@ -87,17 +87,29 @@ def test_parts_without_the_c_shim(tmp_path: Path) -> None:
     """Where torch's C shim is not used, `as_strided` makes the same parts."""
     text = """
 import torch, iree_marshal as im, sys
+from torch._subclasses import FakeTensorMode
 exe = im.Executor.load(sys.argv[1])
-x = torch.arange(5.0)
-results = exe(x)
+x, y = torch.arange(5.0), torch.arange(4.0)
+with FakeTensorMode():
+    results = exe(x)
+    stored = im.Executor.load(sys.argv[2])(y)
+assert torch.equal(stored[0], y + y) and torch.equal(stored[1], (y + y).int()), stored
 for result, expected in zip(results, [x + x, x.long(), x * x, x.char(), 2 * x.long()], strict=True):
     assert torch.equal(result, expected) and result.stride() == (1,), result
 assert len({result.untyped_storage().data_ptr() for result in results}) == 1
+results[0].add_(1)
+assert results[2]._version == 0
 """
     module = tmp_path / "many.vmfb"
     module.write_bytes(modules.compile_module(programs.MANY_RESULTS))
+    storage = tmp_path / "storage.vmfb"
+    storage.write_bytes(modules.compile_module(programs.STORAGE_BUFFER))
     environment = os.environ | {"IREE_MARSHAL_TORCH_READER": "dlpack"}
     done = subprocess.run(
-        [sys.executable, "-c", text, str(module)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", text, str(module), str(storage)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -69,6 +69,7 @@ from iree_marshal import devices, element_types
 from iree_marshal.arrays import HalArray
 from iree_marshal.errors import where
 from iree_marshal.portable import as_runtime_object, copy_out, tensor_as_array
+from iree_marshal.slab import real_memory, retyped
 from iree_marshal.values import check_depth
 
 cdef enum:
@@ -100,28 +101,31 @@ cdef int _load_result_types() except -1:
     global _result_type_count
     cdef im_dl_tensor_t probe
     cdef ResultType* entry
+    cdef PyObject* reinterpret_as
     cdef int count = 0
     if _result_type_count:
         return 0
-    for element_type, dtype in element_types.TORCH_OF.items():
-        if count == MOST_ELEMENT_TYPES:
-            raise RuntimeError("more element types than iree_marshal has room for")
-        entry = &_result_types[count]
-        entry.element_type = element_type
-        entry.item_size = dtype.itemsize
-        entry.reinterpret_as = NULL
-        tensor = torch.empty(1, dtype=dtype, device="cpu")
-        try:
-            exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
+    with real_memory():
+        for element_type, dtype in element_types.TORCH_OF.items():
+            if count == MOST_ELEMENT_TYPES:
+                raise RuntimeError("more element types than iree_marshal has room for")
+            reinterpret_as = NULL
+            tensor = torch.empty(1, dtype=dtype, device="cpu")
+            try:
+                exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
+            except (BufferError, RuntimeError, TypeError, ValueError):
+                tensor = tensor.view(torch.uint8)
+                if tensor.numel() != 1:
+                    raise
+                exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
+                reinterpret_as = <PyObject*>dtype  # kept alive by torch
+            # At once: another thread may be through before, and read the table while this one writes the same again.
+            entry = &_result_types[count]
+            entry.element_type = element_type
+            entry.item_size = dtype.itemsize
             entry.dlpack = probe.dtype
-        except (BufferError, RuntimeError, TypeError, ValueError):
-            tensor = tensor.view(torch.uint8)
-            if tensor.numel() != 1:
-                raise
-            exchange_api().dltensor_from_py_object_no_sync(<void*>tensor, &probe)
-            entry.dlpack = probe.dtype
-            entry.reinterpret_as = <PyObject*>dtype  # kept alive by torch
-        count += 1
+            entry.reinterpret_as = reinterpret_as
+            count += 1
     _result_type_count = count
     return 0
 
@@ -476,7 +480,7 @@ cdef object adopt(Exported* exported, ResultType* result_type):
         raise
     tensor = steal(<PyObject*>adopted)
     if result_type.reinterpret_as != NULL:
-        tensor = tensor.view(<object>result_type.reinterpret_as)
+        tensor = retyped(tensor, <object>result_type.reinterpret_as)
     return tensor
 
 

@@ -41,7 +41,7 @@ cdef class ResultStorage:
 
     cdef int lay_out(self) except -1
     cdef int provide(self, NativeFrame frame, object out, bint changed, bint grad_mode) except -1
-    cdef list allocate(self)
+    cdef list allocate(self, bint lasting)
     cdef list provide_slab(self, NativeFrame frame)
     cdef object allocate_slab(self)
     cdef int import_storage(

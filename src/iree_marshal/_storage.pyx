@@ -114,9 +114,9 @@ cdef class ResultStorage:
         # Slices start and end at multiples of their alignment, of which every element's size is a divisor.
         self.slab_dtype = dtypes[0] if len(dtypes) == 1 else torch.uint8
         self.slab_length = (self.layout.nbytes + slab.SLICE_ALIGNMENT) // self.slab_dtype.itemsize
-        self.slab_is_native = read_kind(
-            torch.empty(0, dtype=self.slab_dtype, device=self.torch_device), &self.slab_kind
-        )
+        with slab.real_memory():
+            known = torch.empty(0, dtype=self.slab_dtype, device=self.torch_device)
+        self.slab_is_native = read_kind(known, &self.slab_kind)
         return 0
 
     # ---- storage for results ----
@@ -135,7 +135,7 @@ cdef class ResultStorage:
             frame.outputs = self.provide_slab(frame)
             return 0
         if self.static_outputs is None:
-            self.static_outputs = list(self.allocate())
+            self.static_outputs = self.allocate(True)
         if frame.kept_outputs is not self.static_outputs:
             frame.forget(True)
             self.provide_tensors(frame, self.static_outputs)
@@ -146,9 +146,9 @@ cdef class ResultStorage:
             self.check_overlaps(frame)
         return 0
 
-    cdef list allocate(self):
+    cdef list allocate(self, bint lasting):
         """A new slab, as tensors in the order of their results."""
-        tensors = self.layout.allocate()
+        tensors = self.layout.allocate_lasting() if lasting else self.layout.allocate()
         return [tensors[result] for result in sorted(tensors)]
 
     cdef list provide_slab(self, NativeFrame frame):
@@ -170,7 +170,7 @@ cdef class ResultStorage:
         skip = <int64_t>(-<uintptr_t>whole.data % _slice_alignment)
         start = <char*>whole.data + skip
         for dtype in self.piece_dtypes:
-            typed.append(base if dtype is self.slab_dtype else base.view(dtype))
+            typed.append(base if dtype is self.slab_dtype else slab.retyped(base, dtype))
         frame.transient = True
         frame.kept_outputs = None
         batch = begin_batch(self.device.account, self.piece_count, self.piece_count * VIEW_BYTES)
@@ -192,7 +192,8 @@ cdef class ResultStorage:
         if self.slab_is_native:
             base = new_flat(&self.slab_kind, self.slab_length)
         if base is None:
-            base = torch.empty(self.slab_length, dtype=self.slab_dtype, device=self.torch_device)
+            with slab.real_memory():
+                base = torch.empty(self.slab_length, dtype=self.slab_dtype, device=self.torch_device)
         return base
 
     cdef int import_storage(
@@ -278,7 +279,7 @@ cdef class ResultStorage:
         order = self.order
         if all([given[result] is None for result in order]):
             return self.provide(frame, None, True, grad_mode)
-        outputs = self.allocate()
+        outputs = self.allocate(False)
         for index, result in enumerate(order):
             if given[result] is not None:
                 outputs[index] = given[result]

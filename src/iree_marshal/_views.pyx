@@ -25,6 +25,8 @@ from iree_marshal.abi.torch_native cimport (
     im_torch_wrap_fn_t,
 )
 
+from iree_marshal.slab import real_memory
+
 cdef extern from "Python.h":
     object steal "(PyObject *)"(void* owned)
 
@@ -48,9 +50,11 @@ cdef object part_of(object base, int64_t rank, const int64_t* sizes, const int64
     """
     if _native:
         return _native_part(base, rank, sizes, strides, offset)
-    return base.as_strided(
-        [sizes[dim] for dim in range(rank)], [strides[dim] for dim in range(rank)], offset
-    )
+    with real_memory():
+        # As `.data`, no view to autograd, as the native way makes it.
+        return base.as_strided(
+            [sizes[dim] for dim in range(rank)], [strides[dim] for dim in range(rank)], offset
+        ).data
 
 
 cdef object _native_part(object base, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset):

@@ -245,7 +245,7 @@ class PortableEngine:
             return given
         if self.program.reuse_outputs:
             if self._static is None:
-                self._static = self._layout.allocate()
+                self._static = self._layout.allocate_lasting()
             return self._static | given
         return self._layout.allocate() | given
 

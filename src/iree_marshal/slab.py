@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from iree_marshal.signature import Signature, TensorType
 from iree_marshal.values import ALIGNMENT
@@ -22,11 +25,36 @@ __all__ = [
     "check_out",
     "extent",
     "out_tensors",
+    "real_memory",
+    "retyped",
     "settle_result",
 ]
 
 SLICE_ALIGNMENT = 256
 """Bytes; where each result begins. What GPU allocators give, and more than any vector unit asks for."""
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
+
+
+def real_memory() -> AbstractContextManager[None]:
+    """Within it torch makes, views and writes memory itself.
+
+    A mode that the caller is in (of fake tensors, say) or a transform of torch.func would answer with tensors
+    that have no memory, and IREE would write through their null pointers.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return _without_modes()
+
+
+def retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor's own memory as elements of another dtype."""
+    with real_memory():
+        return tensor.view(dtype)
 
 
 @dataclass(frozen=True)
@@ -82,17 +110,24 @@ class Layout:
         """One new allocation, as a tensor per result."""
         if self.missing:
             raise ValueError(f"{self.missing}; pass out=[...] with tensors to write into")
-        # torch's CPU allocator aligns to less than a slice wants.
-        base = torch.empty(self.nbytes + SLICE_ALIGNMENT, dtype=torch.uint8, device=self.device)
-        start = -base.data_ptr() % SLICE_ALIGNMENT
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        tensors = {}
-        for result, piece in self.slices.items():
-            if piece.dtype not in typed:
-                typed[piece.dtype] = base.view(piece.dtype)
-            at = (start + piece.offset) // piece.dtype.itemsize
-            tensors[result] = typed[piece.dtype].as_strided(piece.shape, _strides(piece.shape), at)
+        with real_memory():
+            # torch's CPU allocator aligns to less than a slice wants.
+            base = torch.empty(self.nbytes + SLICE_ALIGNMENT, dtype=torch.uint8, device=self.device)
+            start = -base.data_ptr() % SLICE_ALIGNMENT
+            typed: dict[torch.dtype, torch.Tensor] = {}
+            tensors = {}
+            for result, piece in self.slices.items():
+                if piece.dtype not in typed:
+                    typed[piece.dtype] = base.view(piece.dtype)
+                at = (start + piece.offset) // piece.dtype.itemsize
+                # As `.data`, no view to autograd: one result changed in place must not count as a change of all.
+                tensors[result] = typed[piece.dtype].as_strided(piece.shape, _strides(piece.shape), at).data
         return tensors
+
+    def allocate_lasting(self) -> dict[int, torch.Tensor]:
+        """The same for tensors that calls to come write into as well, whether in inference mode or not."""
+        with torch.inference_mode(False):
+            return self.allocate()
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -204,5 +239,5 @@ def settle_result(signature: Signature, result: int, tensor: torch.Tensor, retur
             f"got {tuple(tensor.shape)}"
         )
     if returned.data_ptr() != tensor.data_ptr() and tensor.numel():
-        with torch.no_grad():
+        with torch.no_grad(), real_memory():
             tensor.copy_(returned if returned.dtype == tensor.dtype else returned.view(tensor.dtype))
