@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import modules
 import pytest
 import torch
 
+import iree_marshal.__main__
 import iree_marshal.backend
+import iree_marshal.executor
 import iree_marshal.marshal
 
 ROOT = Path(__file__).parent.parent
@@ -146,17 +149,68 @@ def test_a_wrong_comment_is_seen() -> None:
 
 def test_blocks_are_of_a_known_kind() -> None:
     """A block of Python that is called otherwise would not be run."""
-    known = [("python",), ("pycon",), ("text",), ("mlir",)]
+    known = [("python",), ("pycon",), ("text",), ("mlir",), ("sh",)]
     strange = [
         f"{page.name}:{block.line}" for page in PAGES for block in blocks_of(page) if block.info[:1] not in known
     ]
     assert strange == []
 
 
-def test_docstring_examples() -> None:
-    failed, tried = doctest.testmod(iree_marshal.marshal)
-    assert failed == 0
-    assert tried > 0
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_code_stands_outside_blocks(page: Path) -> None:
+    """Indented text behind an empty line is code as well, and would not be run."""
+    indented = re.compile(r"^(?:    |\t)\s*(?![-*\d])\S.*", flags=re.MULTILINE)
+    found = [match for before, match in re.findall(rf"(^$\n)({indented.pattern})", prose_of(page), re.MULTILINE)]
+    assert found == []
+
+
+def test_docstring_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the API page shows as typed at a prompt runs, and is all that it shows so."""
+    (tmp_path / "model.vmfb").write_bytes(modules.compile_module(modules.ADD))
+    monkeypatch.chdir(tmp_path)
+    given = {"weight": torch.ones(4), "x": torch.arange(4.0)}
+    shown = "\n".join(block.text for page in PAGES for block in blocks_of(page) if block.info[:1] == ("pycon",))
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    for module in (iree_marshal.marshal, iree_marshal.executor):
+        for test in finder.find(module, extraglobs=given):
+            assert all(example.source.strip() in shown and not example.options for example in test.examples)
+            runner.run(test)
+    assert runner.failures == 0
+    assert runner.tries == shown.count(">>> ") > 0
+
+
+def commands_of(text: str) -> list[str]:
+    """Lines of `sh` blocks, and inline code."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).splitlines() + re.findall(r"`([^`\n]+)`", text)
+    return [line.partition("#")[0].strip() for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    extras = set(re.findall(r"^(\w+) = \[", project.partition("\n[")[0], re.MULTILINE))
+    wrong = []
+    for command in commands_of(page.read_text()):
+        made = re.match(r"make (\w+)$", command)
+        called = re.match(r"python -m iree_marshal ([\w|]+)", command)
+        told = re.search(r"python ((?:docs|benchmarks)/\w+\.py)", command)
+        if (
+            (made and made[1] not in targets)
+            or (called and not set(called[1].split("|")) <= set(iree_marshal.__main__.COMMANDS))
+            or (told and not (ROOT / told[1]).exists())
+            or not set(re.findall(r"(?:iree_marshal|\.)\[(\w+)\]", command)) <= extras
+        ):
+            wrong.append(command)
+    assert wrong == []
+
+
+def test_commands_are_found() -> None:
+    found = commands_of((ROOT / "README.md").read_text())
+    assert {"make demo", "make test", "make bench", "python -m iree_marshal doctor", "pip install '.[compile]'"} <= set(
+        found
+    )
 
 
 def test_readme_example_has_types(tmp_path: Path) -> None:

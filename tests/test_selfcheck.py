@@ -14,6 +14,7 @@ from pathlib import Path
 
 import iree.runtime as rt
 import pytest
+import torch
 
 from iree_marshal import _probe, selfcheck, subject
 from iree_marshal.proofs import READS
@@ -90,14 +91,19 @@ def test_every_proof_holds() -> None:
 
 
 def test_it_takes_less_than_10_ms() -> None:
+    """On the machine that the numbers are stated for: as long as 28,000 `Tensor.detach` take, 356 ns each there."""
     selfcheck.prove()
-    samples = []
+    tensors = [torch.zeros(1) for _ in range(400)]
+    samples, unit = [], []
     for _ in range(10):
-        # Time of this thread, and the least of it: others on the machine do not count, nor what they do to its caches.
+        # Time of this thread, and the least of it: others on the machine do not count.
         start = time.thread_time()
         assert selfcheck.prove().ok
-        samples.append((time.thread_time() - start) * 1e3)
-    assert min(samples) < 10, samples
+        samples.append(time.thread_time() - start)
+        start = time.thread_time()
+        kept = [tensor.detach() for tensor in tensors]
+        unit.append((time.thread_time() - start) / len(kept))
+    assert min(samples) < 28_000 * min(unit), (samples, unit)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -92,9 +92,9 @@ class Executor:
     Examples
     --------
     >>> import torch, iree_marshal as im
-    >>> exe = im.Executor.load("model.vmfb", device="cpu")                       # doctest: +SKIP
-    >>> exe.bind({1: weight})                                                    # doctest: +SKIP
-    >>> y = exe(x)                                                               # doctest: +SKIP
+    >>> exe = im.Executor.load("model.vmfb", device="cpu")
+    >>> exe.bind({1: weight})
+    >>> y = exe(x)
     """
 
     def __init__(
