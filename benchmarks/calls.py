@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import iree.runtime as rt
 import torch
 from torch.utils.dlpack import to_dlpack
 
@@ -97,43 +99,58 @@ def argument_cases(fixture: Fixture) -> Iterator[Case]:
         yield Case(f"{where}.bound", f"`Executor`, {count} bound tensors", bound(program, fixture, tensors), 1, "call")
 
 
+def border(executor: Any, **more: Any) -> Callable[[], int]:
+    """Time what a call does besides the invocation, and the drop of its results: nanoseconds.
+
+    The invocation of a program with hundreds of results takes long and differs by more than the border costs.
+    """
+
+    def timed() -> int:
+        results = executor(**more)
+        start = time.perf_counter_ns()
+        del results
+        dropping = time.perf_counter_ns() - start
+        last = executor.last_timing
+        return last.marshal_in + last.order + last.marshal_out + dropping
+
+    return timed
+
+
+def dropped(program: Program, arguments: rt.VmVariantList) -> Callable[[], int]:
+    """Time what the border of a call contains and a bare invocation costs as well: letting go of IREE's results."""
+
+    def timed() -> int:
+        results = program.invoke(arguments)
+        start = time.perf_counter_ns()
+        del results
+        return time.perf_counter_ns() - start
+
+    return timed
+
+
 def result_cases(fixture: Fixture) -> Iterator[Case]:
-    """Time calls with few arguments, all bound, and many results."""
+    """Time the border of calls with few arguments, all bound, and many results."""
     tensors = fixture.tensors(RESULT_INPUTS)
     for count in sizes_of(fixture).results:
         own = load(fixture, RESULT_INPUTS, count, storage=False)
         storage = load(fixture, RESULT_INPUTS, count, storage=True)
-        where = f"results.{count}"
-        yield bare(f"{where}.own.bare", own, fixture, tensors)
-        yield Case(
-            f"{where}.own.views",
-            f"`Executor`, {count} results in IREE's own allocation",
-            bound(own, fixture, tensors),
-            1,
-            "call",
-        )
-        yield bare(f"{where}.storage.bare", storage, fixture, tensors)
-        yield Case(
-            f"{where}.storage.views",
-            f"`Executor`, {count} results as views of a slab",
-            bound(storage, fixture, tensors),
-            1,
-            "call",
-        )
-        yield Case(
-            f"{where}.storage.reuse",
-            f"`Executor`, {count} results, `reuse_outputs=True`",
-            bound(storage, fixture, tensors, reuse_outputs=True),
-            1,
-            "call",
-        )
-        yield Case(
-            f"{where}.storage.out",
-            f"`Executor`, {count} results, `out=[...]`",
-            into(bound(storage, fixture, tensors), fixture, count),
-            1,
-            "call",
-        )
+
+        def case(way: str, how: str, call: Callable[[], int], count: int = count) -> Case:
+            title = f"`Executor` without the invocation, {count} results{how}"
+            return Case(f"results.{count}.{way}", title, call, 1, "call", own_clock=True)
+
+        for kind, program in (("own", own), ("storage", storage)):
+            title = f"drop of the result list of a bare `context.invoke`, {count} results"
+            dropping = dropped(program, program.arguments(tensors, fixture))
+            yield Case(f"results.{count}.{kind}.drop", title, dropping, 1, "call", own_clock=True)
+        views = bound(own, fixture, tensors, timing=True)
+        yield case("own.views", " in IREE's own allocation", border(views))
+        views = bound(storage, fixture, tensors, timing=True)
+        yield case("storage.views", " as views of a slab", border(views))
+        reused = bound(storage, fixture, tensors, timing=True, reuse_outputs=True)
+        yield case("storage.reuse", ", `reuse_outputs=True`", border(reused))
+        given = bound(storage, fixture, tensors, timing=True)
+        yield case("storage.out", ", `out=[...]`", border(given, out=fixture.fresh(count)))
 
 
 def into(call: Callable[..., object], fixture: Fixture, count: int, *tensors: torch.Tensor) -> Callable[[], object]:
@@ -219,14 +236,15 @@ def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str,
     lengths : tuple of int
         The shorter and the longer.
     way, floor : str
-        The call, and the bare invocation that it contains.
+        The call, and what it contains of a bare invocation.
     """
     short, long = lengths
 
+    def over(one: Mapping[str, float], length: int) -> float:
+        return one[f"{group}.{length}.{way}"] - one[f"{group}.{length}.{floor}"]
+
     def value(one: Mapping[str, float]) -> float:
-        over_long = one[f"{group}.{long}.{way}"] - one[f"{group}.{long}.{floor}"]
-        over_short = one[f"{group}.{short}.{way}"] - one[f"{group}.{short}.{floor}"]
-        return (over_long - over_short) / (long - short) / (one[UNIT] / TENSORS)
+        return (over(one, long) - over(one, short)) / (long - short) / (one[UNIT] / TENSORS)
 
     return Derived(name, title, value, "x detach")
 
@@ -243,6 +261,11 @@ def call_derived(fixture: Fixture) -> Iterator[Derived]:
         ("storage.reuse", "with `reuse_outputs`"),
         ("storage.out", "with `out=`"),
     ):
-        floor = f"{way.split('.')[0]}.bare"
-        title = f"`Executor`: one more result, {how}"
-        yield slope(f"executor.result.{way}", title, "results", sizes.results, way, floor)
+        yield slope(
+            f"executor.result.{way}",
+            f"`Executor`: one more result, {how}",
+            "results",
+            sizes.results,
+            way,
+            f"{way.split('.')[0]}.drop",
+        )

@@ -12,7 +12,8 @@ import releases
 import torch
 from executor_support import BOTH_PATHS, aligned, executor, live, resident_bytes
 
-from iree_marshal import memory, paths
+import iree_marshal as im
+from iree_marshal import _spares, memory, paths
 from iree_marshal.calling import Timing
 from iree_marshal.inputs import InputChangedWarning
 
@@ -75,6 +76,18 @@ def test_bookkeeping_stays_small_when_arguments_change_one_by_one() -> None:
         kept[number % 2] = aligned(4, start=number)
         exe(*kept)
     assert live()[2] <= before + 1
+
+
+def test_memory_kept_for_the_next_call_is_bounded_and_goes_with_trim() -> None:
+    exe = executor(modules.ADD)
+    for count in (1, 40, 400, 40, 4000, 7, 400, 40_000):
+        tensors = [aligned(4, 4) for _ in range(count)]
+        for tensor in im.from_variant_list(im.to_variant_list(tensors)):
+            assert tensor.data_ptr()
+    live()
+    assert _spares.spare_bytes() <= 4 * 256 * 1024
+    exe.trim()
+    assert _spares.spare_bytes() == 0
 
 
 def test_memory_stats() -> None:

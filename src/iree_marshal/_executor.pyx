@@ -32,6 +32,7 @@ from iree_marshal._slots cimport (
     put_float,
     put_integer,
 )
+from iree_marshal._spares cimport drop_spares
 from iree_marshal._storage cimport ResultStorage
 from iree_marshal._tensors cimport (
     READ_CLEAN,
@@ -189,6 +190,8 @@ cdef class NativeEngine:
         self.spare = []
         if warm is not None:
             warm.forget(False)
+        # Last: what the frame held may just have become spare.
+        drop_spares()
 
     # ---- arguments ----
 

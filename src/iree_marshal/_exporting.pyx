@@ -333,34 +333,35 @@ cdef class Export:
         cdef Py_ssize_t count = <Py_ssize_t>native.count
         cdef Py_ssize_t index
         cdef im_vm_variant_t* variant
-        cdef list results = []
+        # As long as it will be: growing it would have malloc tidy up again and again.
+        cdef list results = [None] * count
         for index in range(count):
             if index >= <Py_ssize_t>native.count:
                 raise RuntimeError(f"{where(path)}: the list changed its length while it was read")
             variant = &native.storage[index]
             if variant.type == ref_types.buffer_view:
-                results.append(self.export_view(
+                results[index] = self.export_view(
                     variants, <im_hal_buffer_view_t*>variant.value.ref, path, index, allocation_at(native, index + 1)
-                ))
+                )
             elif variant.type == IM_VALUE_TYPE_I64:
-                results.append(variant.value.i64)
+                results[index] = variant.value.i64
             elif variant.type == IM_VALUE_TYPE_F64:
-                results.append(variant.value.f64)
+                results[index] = variant.value.f64
             elif variant.type == IM_VALUE_TYPE_I32:
-                results.append(variant.value.i32)
+                results[index] = variant.value.i32
             elif variant.type == IM_VALUE_TYPE_F32:
-                results.append(<double>variant.value.f32)
+                results[index] = <double>variant.value.f32
             elif variant.type == IM_VALUE_TYPE_I16:
-                results.append(variant.value.i16)
+                results[index] = variant.value.i16
             elif variant.type == IM_VALUE_TYPE_I8:
-                results.append(variant.value.i8)
+                results[index] = variant.value.i8
             elif variant.type == IM_VALUE_TYPE_NONE:
-                results.append(None)
+                pass
             elif variant.type == ref_types.list:
                 check_depth(path + (index,))
-                results.append(self.convert(variants.get_as_list(index), path + (index,)))
+                results[index] = self.convert(variants.get_as_list(index), path + (index,))
             else:
-                results.append(as_runtime_object(variants.get_as_ref(index)))
+                results[index] = as_runtime_object(variants.get_as_ref(index))
         return results
 
 

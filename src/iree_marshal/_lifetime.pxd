@@ -36,6 +36,7 @@ cdef struct Batch:
     Batch* previous       # live batches, for the statistics; guarded by the GIL
     Batch* following
     Account* account      # borrowed: accounts are never freed
+    size_t nbytes         # of the block
     Py_ssize_t capacity
     Py_ssize_t owners_used
     Py_ssize_t views_used
@@ -65,6 +66,7 @@ cdef struct HoldingBlock:
     int64_t pending
     HoldingBlock* previous      # live blocks, for the statistics; guarded by the GIL
     HoldingBlock* following
+    size_t nbytes               # of the block
     Py_ssize_t capacity
     Py_ssize_t used
     Holding* last               # the one carved last

@@ -13,7 +13,7 @@ import atexit
 
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport malloc
 
 from iree_marshal.abi.interpreter cimport (
     Py_AddPendingCall,
@@ -38,6 +38,8 @@ from iree_marshal.abi.iree cimport (
     im_ref_retain,
     im_status_t,
 )
+
+from iree_marshal._spares cimport give_memory, take_memory
 
 from iree_marshal.errors import FORKED
 
@@ -95,10 +97,12 @@ cdef Batch* begin_batch(Account* account, Py_ssize_t count, size_t view_bytes) e
     global _live_batches
     cdef size_t owners_at = _round16(sizeof(Batch))
     cdef size_t views_at = _round16(owners_at + <size_t>count * sizeof(Owner))
-    cdef char* block = <char*>malloc(views_at + view_bytes)
+    cdef size_t nbytes = 0
+    cdef char* block = <char*>take_memory(views_at + view_bytes, &nbytes)
     if block == NULL:
         raise MemoryError(f"cannot allocate {views_at + view_bytes} bytes to import {count} tensors")
     cdef Batch* batch = <Batch*>block
+    batch.nbytes = nbytes
     # Counted up front and settled by end_batch, so that an import itself costs no atomic operation.
     batch.pending = 1 + 2 * count
     batch.account = account
@@ -132,7 +136,7 @@ cdef void _free_batch(Batch* batch) noexcept nogil:
         _live_batches = batch.following
     if batch.following != NULL:
         batch.following.previous = batch.previous
-    free(batch)
+    give_memory(batch, batch.nbytes)
 
 
 cdef im_hal_buffer_view_t* carve_view(Batch* batch, size_t rank) noexcept nogil:
@@ -269,11 +273,13 @@ cdef HoldingBlock* begin_holdings(Py_ssize_t count, size_t nbytes) except NULL:
     """A block for `count` holdings, each rounded up to 16 bytes, of `nbytes` in all; end it with `end_holdings`."""
     global _live_blocks
     cdef size_t head = _round16(sizeof(HoldingBlock))
-    cdef HoldingBlock* block = <HoldingBlock*>malloc(head + nbytes)
+    cdef size_t got = 0
+    cdef HoldingBlock* block = <HoldingBlock*>take_memory(head + nbytes, &got)
     if block == NULL:
         raise MemoryError(f"cannot allocate {head + nbytes} bytes to hold {count} results")
     # Counted up front and settled by end_holdings, so that a result costs one atomic operation: when it is dropped.
     block.pending = 1 + count
+    block.nbytes = got
     block.capacity = count
     block.used = 0
     block.last = NULL
@@ -302,7 +308,7 @@ cdef void _free_block(HoldingBlock* block) noexcept nogil:
         _live_blocks = block.following
     if block.following != NULL:
         block.following.previous = block.previous
-    free(block)
+    give_memory(block, block.nbytes)
 
 
 cdef Holding* carve_holding(

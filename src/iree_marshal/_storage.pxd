@@ -38,6 +38,7 @@ cdef class ResultStorage:
     cdef Kind slab_kind
     cdef bint slab_is_native     # torch is asked for it without Python
     cdef list static_outputs     # the tensors of all calls, with reuse_outputs
+    cdef object static_returned  # what every call that fills just them returns
 
     cdef int lay_out(self) except -1
     cdef int provide(self, NativeFrame frame, object out, bint changed, bint grad_mode) except -1

@@ -136,6 +136,7 @@ cdef class ResultStorage:
             return 0
         if self.static_outputs is None:
             self.static_outputs = self.allocate(True)
+            self.static_returned = as_returned(self.static_outputs)
         if frame.kept_outputs is not self.static_outputs:
             frame.forget(True)
             self.provide_tensors(frame, self.static_outputs)
@@ -355,6 +356,11 @@ cdef class ResultStorage:
             frame.drop_results()
             return as_returned(results)
         if self.all_stored and (count == 0 or self.all_written(frame)):
+            if outputs is self.static_outputs:
+                # One object for all calls: a new tuple would touch every tensor twice.
+                frame.drop_results()
+                frame.outputs = None
+                return self.static_returned
             results = outputs
         elif count == 0:
             results = [None if place is None else outputs[place] for place in self.result_places]
@@ -384,11 +390,13 @@ cdef class ResultStorage:
             if variant.type != ref_types.buffer_view or known.rank < 0:
                 return False
             view = <im_hal_buffer_view_t*>variant.value.ref
-            if (
+            if view.buffer != known.buffer and (
+                # Another buffer may be on the same memory.
                 view.buffer.allocated_buffer != known.buffer.allocated_buffer
                 or view.buffer.byte_offset != known.buffer.byte_offset
-                or <int64_t>view.rank != known.rank
             ):
+                return False
+            if <int64_t>view.rank != known.rank:
                 return False
             for dim in range(view.rank):
                 if view.dims[dim] != known.dims[dim]:
