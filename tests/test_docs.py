@@ -34,7 +34,10 @@ if not DOCS.is_dir():
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 # Pages whose code needs more than a namespace, and the test that runs it.
-RUN_ELSEWHERE = {"docs/custom-executors.md": "test_docs_executors.py"}
+RUN_ELSEWHERE = {
+    "docs/custom-executors.md": "test_docs_executors.py",
+    "docs/distributed.md": "test_distributed.py",
+}
 
 
 def name_of(page: Path) -> str:
