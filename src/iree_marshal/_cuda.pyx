@@ -186,6 +186,16 @@ cdef void _leave_context(bint entered) noexcept nogil:
         _driver.pop_context(&popped)
 
 
+cdef bint enter_context(NativeDevice device) noexcept:
+    """`NativeDevice.enter_context`."""
+    return _enter_context(<Ordering*>device.account.gate_state)
+
+
+cdef void leave_context() noexcept:
+    """`NativeDevice.leave_context`."""
+    _leave_context(True)
+
+
 # ---- inputs: IREE's stream after torch's --------------------------------------------------------
 
 
@@ -451,6 +461,8 @@ def attach(NativeDevice device):
         _log.info("%s: IREE's stream is not used: %s", device.torch_device, missing)
         return
     install_gates(device.account, _gate_owners, _gate_holding, _settle, ordering)
+    device.enter_context = enter_context
+    device.leave_context = leave_context
     findings["stream"] = _prove_stream(device, ordering) or "proven: events order it"
     findings["buffers"] = _prove_buffers(device) or "proven: stream-ordered results are adopted in place"
 

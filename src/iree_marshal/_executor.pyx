@@ -349,12 +349,17 @@ cdef class NativeEngine:
 
     def run(self, NativeFrame frame):
         """Invoke."""
-        if not self.timing:
+        cdef bint entered
+        begun = time.perf_counter_ns() if self.timing else 0
+        # Another GPU may be the current one of this thread, or none.
+        entered = self.device.enter_context != NULL and self.device.enter_context(self.device)
+        try:
             self.invoke(self.function, frame.arguments, frame.results)
-            return
-        begun = time.perf_counter_ns()
-        self.invoke(self.function, frame.arguments, frame.results)
-        frame.times[2] = time.perf_counter_ns() - begun
+        finally:
+            if entered:
+                self.device.leave_context()
+        if self.timing:
+            frame.times[2] = time.perf_counter_ns() - begun
 
     def collect(self, NativeFrame frame):
         """Hand out the results; the frame must not be used any more."""

@@ -29,6 +29,12 @@ ctypedef int (*Locate)(NativeDevice device, im_hal_buffer_t* allocation, char** 
 # Makes the device's work wait for what torch's current stream was given so far.
 ctypedef int (*Order)(NativeDevice device) except -1
 
+# Makes the device's context current on this thread, in which IREE loads, allocates and records; whether it was not.
+ctypedef bint (*Enter)(NativeDevice device) noexcept
+
+# Undoes it; to be called on the same thread, and only then.
+ctypedef void (*Leave)() noexcept
+
 
 # A HAL device with what the crossing needs of it. Never destroyed: the native device
 # and its allocator get one reference each that is not given back.
@@ -45,6 +51,8 @@ cdef class NativeDevice:
     cdef int dlpack_type
     cdef Locate locate
     cdef Order order                   # NULL on a host device, which needs none
+    cdef Enter enter_context           # NULL on a host device, and where the driver's functions were not found
+    cdef Leave leave_context
 
 
 cdef im_vm_list_t* borrow_list(object variants) except NULL

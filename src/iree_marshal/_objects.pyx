@@ -6,6 +6,7 @@ Trusts the nanobind instance layout and the reference type words, both of which
 then every function here raises.
 """
 import atexit
+import threading
 
 import iree.runtime as rt
 
@@ -45,7 +46,9 @@ cdef object HalDevice = rt.HalDevice
 cdef object HalAllocator = rt.HalAllocator
 
 cdef bint _armed = False
-cdef dict _native_devices = {}   # native address -> NativeDevice
+cdef dict _native_devices = {}   # native address -> NativeDevice, proven and ready
+cdef dict _attaching = {}        # likewise, while it is being proven by the thread that holds the lock
+cdef object _attach_lock = threading.RLock()
 # Vtables of the host drivers (local-sync, local-task), learned from devices of those
 # drivers: a device with one of them lives in host memory.
 cdef void** _host_vtables[8]
@@ -134,6 +137,8 @@ cdef class NativeDevice:
         self.account = new_account()
         self.locate = locate_exported
         self.order = NULL
+        self.enter_context = NULL
+        self.leave_context = NULL
         self.torch_index = -1 if torch_device.index is None else torch_device.index
         if torch_device.type == "cpu":
             self.torch_type = 0
@@ -176,13 +181,24 @@ cpdef NativeDevice native_device(object hal_device):
 
     cdef uintptr_t address = <uintptr_t>borrow_device(hal_device)
     cdef NativeDevice known = _native_devices.get(address)
-    if known is None:
-        known = NativeDevice(hal_device, devices.torch_device_of(hal_device))
-        known = _native_devices.setdefault(address, known)
-        if known.torch_type != 0:
-            from iree_marshal import _cuda
+    if known is not None:
+        return known
+    torch_device = devices.torch_device_of(hal_device)
+    # Proving a GPU takes milliseconds without the GIL: no other thread may use the device before, nor prove it again.
+    with _attach_lock:
+        known = _native_devices.get(address) or _attaching.get(address)
+        if known is None:
+            known = NativeDevice(hal_device, torch_device)
+            _attaching[address] = known
+            try:
+                if known.torch_type != 0:
+                    from iree_marshal import _cuda
 
-            _cuda.attach(known)
+                    with devices.current(torch_device):
+                        _cuda.attach(known)
+                _native_devices[address] = known
+            finally:
+                del _attaching[address]
     return known
 
 

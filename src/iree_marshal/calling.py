@@ -17,7 +17,7 @@ from typing import Any
 import iree.runtime as rt
 import torch
 
-from iree_marshal import arguments, slab, values
+from iree_marshal import arguments, devices, slab, values
 from iree_marshal.element_types import HAL_OF
 from iree_marshal.selfcheck import is_older, runtime_version
 from iree_marshal.signature import Signature, Value
@@ -187,7 +187,8 @@ class PortableEngine:
     def run(self, frame: Frame) -> None:
         """Invoke."""
         begun = time.perf_counter_ns()
-        self.program.invoke(self.program.function, frame.arguments, frame.results)
+        with devices.current(self.program.torch_device):
+            self.program.invoke(self.program.function, frame.arguments, frame.results)
         frame.times[2] = time.perf_counter_ns() - begun
 
     def collect(self, frame: Frame) -> Any:
@@ -256,11 +257,12 @@ class PortableEngine:
         """
         on_host = self.program.torch_device.type == "cpu"
         host = (rt.MemoryType.HOST_VISIBLE, rt.BufferUsage.MAPPING) if on_host else (0, 0)
-        buffer = self.program.hal_device.allocator.allocate_buffer(
-            rt.MemoryType.DEVICE_LOCAL | host[0],
-            rt.BufferUsage.DEFAULT | host[1],
-            max(tensor.numel() * tensor.element_size(), 1),
-        )
+        with devices.current(self.program.torch_device):
+            buffer = self.program.hal_device.allocator.allocate_buffer(
+                rt.MemoryType.DEVICE_LOCAL | host[0],
+                rt.BufferUsage.DEFAULT | host[1],
+                max(tensor.numel() * tensor.element_size(), 1),
+            )
         return rt.HalBufferView(buffer, list(tensor.shape), HAL_OF[tensor.dtype])
 
     def _results(self, frame: Frame) -> list[Any]:

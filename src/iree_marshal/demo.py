@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import iree_marshal
+from iree_marshal import devices
 
 _SEED = 0
 _ALLOWED_ERROR = 1e-3
@@ -327,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.backends.cudnn.allow_tf32 = False
     say(f"building ResNet-50 (random weights, seed {_SEED}) on {device}")
     model, image = build_model(device)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), devices.current(device):
         eager_output = model(image)
         eager = [eager_output.last_hidden_state, eager_output.pooler_output]
         say("compiling it with IREE, every weight an argument (about 20 s the first time, then from the cache)")

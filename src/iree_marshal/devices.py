@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
+from collections.abc import Iterator
 
 import iree.runtime as rt
 import torch
@@ -15,7 +17,9 @@ from iree_marshal.errors import FORKED
 
 __all__ = [
     "check_not_forked",
+    "current",
     "hal_device",
+    "hal_uri",
     "known_devices",
     "register_device",
     "resolve",
@@ -30,6 +34,7 @@ _by_torch_device: dict[torch.device, rt.HalDevice] = {}
 # process: results may outlive whoever made the device.
 _bound: dict[int, tuple[rt.HalDevice, torch.device]] = {}
 _forked = False
+_thread = threading.local()
 
 _HOST_DRIVERS = ("local-task", "local-sync")
 
@@ -108,22 +113,54 @@ def hal_device(torch_device: torch.device | str) -> rt.HalDevice:
         known = _by_torch_device.get(device)
         if known is None:
             vm_instance()
-            known = rt.get_device("local-task") if device.type == "cpu" else _gpu_device(device)
+            known = _make(device)
             _bind(known, device)
         return known
 
 
-def _gpu_device(device: torch.device) -> rt.HalDevice:
+@contextlib.contextmanager
+def current(torch_device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one of this thread, and afterwards the one that was.
+
+    IREE loads programs, allocates memory and records work in whatever context is current on the calling thread, and
+    leaves the context of a device that it makes current.
+    """
+    if torch_device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(torch_device):
+        if not hasattr(_thread, "has_context"):
+            # torch sets none where it takes the device for the current one already, as on a thread that is new.
+            torch.zeros(1, device=torch_device)
+            _thread.has_context = True
+        yield
+
+
+def hal_uri(torch_device: torch.device) -> str:
+    """What IREE calls the HAL device of a torch device: ``local-task``, ``cuda://GPU-<uuid>``.
+
+    Raises
+    ------
+    ValueError
+        IREE sees no GPU with the UUID of this one.
+    """
+    if torch_device.type == "cpu":
+        return "local-task"
     driver_name = "cuda" if torch.version.hip is None else "hip"
-    uuid = str(torch.cuda.get_device_properties(device).uuid).lower()
-    # torch's context first: IREE retains the same primary context.
-    torch.zeros(1, device=device)
-    available = rt.get_driver(driver_name).query_available_devices()
-    paths = [str(info["path"]) for info in available]
+    uuid = str(torch.cuda.get_device_properties(torch_device).uuid).lower()
+    paths = [str(info["path"]) for info in rt.get_driver(driver_name).query_available_devices()]
     for path in paths:
         if uuid in path.lower():
-            return rt.get_device(f"{driver_name}://{path}")
-    raise ValueError(f"IREE's {driver_name} driver sees no device with the UUID {uuid} of {device}; it sees {paths}")
+            return f"{driver_name}://{path}"
+    raise ValueError(
+        f"IREE's {driver_name} driver sees no device with the UUID {uuid} of {torch_device}; it sees {paths}"
+    )
+
+
+def _make(device: torch.device) -> rt.HalDevice:
+    # torch's context first: IREE retains the same primary context.
+    with current(device):
+        return rt.get_device(hal_uri(device))
 
 
 def _bind(device: rt.HalDevice, torch_device: torch.device) -> None:

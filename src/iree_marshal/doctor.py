@@ -92,7 +92,7 @@ def _devices(fast: bool) -> dict[str, str]:
                 from iree_marshal import _objects
 
                 _objects.native_device(hal_device)
-            found[str(device)] = f"{hal_device!r}{text}"
+            found[str(device)] = f"{devices.hal_uri(device)}{text}"
         except Exception as error:  # whatever a driver may say: it belongs into the report
             found[str(device)] = f"no IREE device: {type(error).__name__}: {error}{text}"
     return found

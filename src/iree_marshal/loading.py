@@ -48,7 +48,9 @@ def load_context(
     if parameters is not None:
         providers = list(_providers(parameters))
         modules.append(rt.create_io_parameters_module(instance, *providers))
-    return rt.VmContext(instance, [*modules, program]), program
+    with devices.current(devices.torch_device_of(hal_device)):
+        # Kernels and constants go to the GPU here.
+        return rt.VmContext(instance, [*modules, program]), program
 
 
 def _module(instance: rt.VmInstance, module: Any) -> rt.VmModule:

@@ -161,6 +161,22 @@ def record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         A result; its device tells which IREE device is meant. The stream is waited for
         with all later drops on that device.
     stream : torch.cuda.Stream
+        Of the tensor's device.
+
+    Raises
+    ------
+    ValueError
+        A stream of another device: no event of this one can wait for it.
     """
-    if tensor.device.type != "cpu":
-        paths.active().record_stream(devices.hal_device(tensor.device), stream.cuda_stream)
+    if tensor.device.type == "cpu":
+        return
+    if stream.device != tensor.device:
+        raise ValueError(
+            f"stream: expected a stream of {tensor.device}, the tensor's device, got one of {stream.device}"
+        )
+    path = paths.active()
+    # A tensor does not say which of the HAL devices on its GPU it came from.
+    devices.hal_device(tensor.device)
+    for hal_device, place in devices.known_devices():
+        if place == tensor.device:
+            path.record_stream(hal_device, stream.cuda_stream)

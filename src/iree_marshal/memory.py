@@ -69,4 +69,5 @@ def _torch_stats(device: torch.device) -> dict[str, int]:
 
 def trim_device(hal_device: rt.HalDevice) -> None:
     """Have IREE's allocator give unused memory back."""
-    hal_device.allocator.trim()
+    with devices.current(devices.torch_device_of(hal_device)):
+        hal_device.allocator.trim()

@@ -238,10 +238,11 @@ def copy_out(device: rt.HalDevice, buffer: rt.HalBuffer, nbytes: int, torch_devi
         return target
     # The block may still be written by what torch ran in it before.
     _synchronize(torch_device)
-    landing = device.from_dlpack_capsule(dlpack.to_dlpack(target)).get_buffer()
-    done = device.create_semaphore(0)
-    device.queue_copy(buffer, landing, [], [(done, 1)])
-    done.wait(1)
+    with devices.current(torch_device):
+        landing = device.from_dlpack_capsule(dlpack.to_dlpack(target)).get_buffer()
+        done = device.create_semaphore(0)
+        device.queue_copy(buffer, landing, [], [(done, 1)])
+        done.wait(1)
     return target
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import iree_marshal
+from iree_marshal import devices
 
 _TESTED_VERSION = "3.9.0"
 # The im2col flag because convolutions are slower, on CUDA also wrong, without it (see iree_marshal.backend.toolchain).
@@ -157,10 +158,10 @@ def _device_of(torch_device: torch.device) -> Any:
         return _originals["get_device_from_torch"](torch_device)
     if torch_device.type == "cuda" and torch_device.index is None:
         torch_device = torch.device("cuda", torch.cuda.current_device())
-    devices = _per_thread.__dict__.setdefault("devices", {})
-    if torch_device not in devices:
-        devices[torch_device] = _make_device(torch_device)
-    return devices[torch_device]
+    kept = _per_thread.__dict__.setdefault("devices", {})
+    if torch_device not in kept:
+        kept[torch_device] = _make_device(torch_device)
+    return kept[torch_device]
 
 
 def _make_device(torch_device: torch.device) -> Any:
@@ -252,7 +253,8 @@ def _launch(self: Any, *args: Any, device: Any = None, outputs: Sequence[torch.T
     if torch_device is None:
         raise RuntimeError(f"Cannot invoke Launchable {self} without any Tensor args or an explicit device=")
     turbine_device = launch.get_device_from_torch(torch_device)
-    context, function = self._resolve_target_binary(turbine_device)
+    with devices.current(torch_device):
+        context, function = self._resolve_target_binary(turbine_device)
     updated: frozenset[int] = getattr(self, "_iree_marshal_updated", frozenset())
     values = [value.clone() if place in updated else value for place, value in enumerate(args)]
     copy = _active[-1].copy if _active else None
@@ -260,7 +262,8 @@ def _launch(self: Any, *args: Any, device: Any = None, outputs: Sequence[torch.T
     with torch.no_grad():
         arguments = iree_marshal.to_variant_list(values, device=turbine_device.hal_device, copy=copy)
     results = runtime.VmVariantList(0)
-    launch.invoke_vm_function(turbine_device, self._is_async, context, function, arguments, results)
+    with devices.current(torch_device):
+        launch.invoke_vm_function(turbine_device, self._is_async, context, function, arguments, results)
     returned = iree_marshal.from_variant_list(results)
     if outputs:
         if len(outputs) != len(returned):

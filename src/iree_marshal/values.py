@@ -7,6 +7,7 @@ path imports plain tensors without asking and comes here with everything else.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 from typing import Any
@@ -38,6 +39,9 @@ TENSOR, INT, FLOAT, NONE, LIST, VARIANTS, REF = range(7)
 
 ALIGNMENT = 64
 """Bytes; IREE's host drivers refuse less, and compiled code assumes it on every device."""
+
+# CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver.
+_DEVICE_ORDINAL = 9
 
 # Deeper than any program's arguments; a list that contains itself gets here as well.
 _DEEPEST = 64
@@ -306,13 +310,29 @@ def _as_tensor(value: Any, path: tuple[int, ...], copy: bool | None) -> torch.Te
         return _from_numpy(value, path, copy)
     try:
         if hasattr(value, "__cuda_array_interface__"):
-            return torch.as_tensor(value, device="cuda")
+            return torch.as_tensor(value, device=_gpu_of(value))
         if hasattr(value, "__dlpack__"):
             adopted: torch.Tensor = torch.from_dlpack(value)
             return adopted
     except Exception as error:
         raise TypeError(f"{where(path)}: torch cannot adopt the {type(value).__name__}: {error}") from error
     raise TypeError(f"{where(path)}: expected {_ACCEPTED}, got {type(value).__name__}")
+
+
+def _gpu_of(value: Any) -> torch.device:
+    """The GPU whose memory an object with ``__cuda_array_interface__`` describes; the interface does not say it.
+
+    torch would copy it to the current GPU, where that is another one.
+    """
+    if hasattr(value, "__dlpack_device__"):
+        return torch.device("cuda", int(value.__dlpack_device__()[1]))
+    address = value.__cuda_array_interface__["data"][0]
+    ordinal = ctypes.c_int(-1)
+    if torch.version.hip is None and torch.cuda.device_count() > 1 and address:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address)) == 0:
+            return torch.device("cuda", ordinal.value)
+    return torch.device("cuda")
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: tuple[int, ...], copy: bool | None) -> torch.Tensor:
