@@ -361,3 +361,79 @@ def test_only_some_cases(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "cpu-quick.json").read_text())
     assert list(made["cases"]) == ["floor.detach", "import.ours"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu-quick.json", "cpu-quick.md"]
+
+
+# --- two GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_gpus_are_asked_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.two_gpus"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "two GPUs are needed: torch.cuda.device_count() is 0"
+
+
+def test_cases_beside_a_busy_gpu_differ_in_what_it_does_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from iree_marshal.bench.cases import Fixture
+    from iree_marshal.bench.harness import Settings, measure
+    from iree_marshal.bench.report import summarize
+
+    monkeypatch.setenv("IREE_MARSHAL_CACHE_DIR", str(tmp_path))
+    two_gpus = module("two_gpus")
+    touched = {"look": 0, "keep_busy": 0}
+
+    class Other:
+        def look(self) -> None:
+            touched["look"] += 1
+
+        def keep_busy(self) -> None:
+            touched["keep_busy"] += 1
+
+    settings = Settings(rounds=2, warmup=0, sample_ms=0.5, quick=True)
+    fixture = Fixture("cpu", quick=True)
+    made = measure(two_gpus.busy_cases(fixture, Other()), two_gpus.busy_derived(), settings=settings)
+    assert min(touched.values()) > 2 * len(two_gpus.CALLS)
+    report = summarize([made], settings, fixture.torch)
+    assert set(report["derived"]) == {f"busy.{name}" for name in two_gpus.CALLS}
+    for name in two_gpus.CALLS:
+        assert report["cases"][f"{name}.busy"]["per"] == report["cases"][f"{name}.idle"]["per"]
+
+
+def test_throughput_of_workers_that_share_nothing_and_of_workers_that_share_all() -> None:
+    import threading
+    import time
+
+    two_gpus = module("two_gpus")
+    lock = threading.Lock()
+
+    def apart(calls: int) -> None:
+        time.sleep(0.02 * calls)
+
+    def sharing(calls: int) -> None:
+        for _ in range(calls):
+            with lock:
+                time.sleep(0.02)
+
+    assert two_gpus.throughput([apart, apart], 3, 5)["value"] > 1.6
+    assert two_gpus.throughput([sharing, sharing], 3, 5)["value"] < 1.4
+
+    def failing(calls: int) -> None:
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        two_gpus.throughput([apart, failing], 1, 1)
+
+
+def test_each_bar_of_two_gpus_is_held() -> None:
+    two_gpus = module("two_gpus")
+    good = {"busy.import": figure(1.1), "busy.call.2x2": figure(0.9), "two.threads": figure(1.9)}
+    assert two_gpus.verdicts({"derived": good}) == []
+    for name, worse in (("busy.import", 1.11), ("busy.call.2x2", 1.2), ("two.threads", 1.89)):
+        (missed,) = two_gpus.verdicts({"derived": good | {name: figure(worse)}})
+        assert missed.startswith(f"{name}: ")
