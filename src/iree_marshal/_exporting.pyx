@@ -34,7 +34,7 @@ from iree_marshal._objects cimport (
 )
 from iree_marshal._status cimport raise_status
 from iree_marshal._tensors cimport exchange_api, require_reader
-from iree_marshal._views cimport part_of, require_views
+from iree_marshal._views cimport part_of, require_views, views_are_native
 from iree_marshal.abi.dlpack cimport (
     IM_DL_CPU,
     IM_DLPACK_MAJOR,
@@ -147,6 +147,7 @@ cdef class Export:
     cdef NativeDevice fallback           # for buffers that do not say their device
     cdef bint as_arrays
     cdef bint shared                     # results of one allocation are handed out as parts of one tensor
+    cdef bint shared_on_host             # at least those in host memory
     cdef HoldingBlock* block             # where the descriptions of the current list go
     # Tensors on the whole allocation seen last, by element type; NULL where there is none yet.
     cdef dict wholes
@@ -233,7 +234,10 @@ cdef class Export:
                 return self.copy_view(variants, index)
         if self.as_arrays:
             return self.make_array(view, result_type)
-        if self.shared and self.is_part(view, result_type, following):
+        if (
+            (self.shared or (self.shared_on_host and self.dlpack_type == IM_DL_CPU))
+            and self.is_part(view, result_type, following)
+        ):
             return self.make_part(view, result_type)
         return adopt(self.describe_view(view, result_type), result_type)
 
@@ -488,17 +492,19 @@ cdef object adopt(Exported* exported, ResultType* result_type):
 def from_variant_list(variants, hal_device, bint as_arrays, bint shared=False):
     """The native path of `iree_marshal.from_variant_list`; the arguments are resolved there.
 
-    With `shared`, results that lie in one allocation share one storage, as views of a tensor do: the
-    allocation is exported once, and let go of with the last of them.
+    Results that lie in one allocation share one storage, as views of a tensor do: the allocation is
+    exported once, and let go of with the last of them. On a GPU only with `shared`: what is let go of
+    waits for the stream that it was dropped on, and of parts only the last one's drop is seen.
     """
     enter()
     require_reader()
     _load_result_types()
     cdef Export call = Export.__new__(Export)
     call.as_arrays = as_arrays
-    if shared:
-        require_views()
-        call.shared = True
+    require_views()
+    call.shared = shared
+    # as_strided in Python would cost more than a storage of each result's own.
+    call.shared_on_host = views_are_native()
     if hal_device is not None:
         call.fallback = native_device(hal_device)
     return call.convert(variants, ())

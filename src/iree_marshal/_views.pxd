@@ -10,6 +10,7 @@ cdef struct Kind:
 
 
 cdef int require_views() except -1
+cdef bint views_are_native() noexcept
 cdef object part_of(object base, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset)
 cdef bint read_kind(object tensor, Kind* kind) noexcept
 cdef object new_flat(const Kind* kind, int64_t count)

@@ -98,6 +98,11 @@ cdef object new_flat(const Kind* kind, int64_t count):
     return _as_object(handle)
 
 
+cdef bint views_are_native() noexcept:
+    """Whether `part_of` is quick; after `require_views`."""
+    return _native
+
+
 cdef int require_views() except -1:
     """Try the native way once per process."""
     global _tried, _native, _state

@@ -115,6 +115,9 @@ def from_variant_list(
         `torch.Tensor` on the buffer's device, row-major, for buffer views (integers of HAL
         without a sign become signed ones); `int` and `float` for scalars; `None` for null
         references; lists for nested lists; other references as `iree.runtime` objects.
+        Tensors in host memory that IREE carved out of one allocation share one
+        `untyped_storage()`, as views of a tensor do; ``clone`` one before `torch.save` writes
+        all of them.
 
     Raises
     ------
