@@ -17,7 +17,7 @@ import iree_marshal as im
 from benchmarks.cuda import adoption_cases
 from benchmarks.programs import Program, load
 from iree_marshal.bench.cases import TENSORS, Fixture, dlpack_device, export_cases, stock_export, stock_import
-from iree_marshal.bench.harness import UNIT, Case, Derived
+from iree_marshal.bench.harness import Case, Derived, unit_before
 
 __all__ = ["bare", "call_cases", "call_derived", "sizes_of"]
 
@@ -244,7 +244,8 @@ def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str,
         return one[f"{group}.{length}.{way}"] - one[f"{group}.{length}.{floor}"]
 
     def value(one: Mapping[str, float]) -> float:
-        return (over(one, long) - over(one, short)) / (long - short) / (one[UNIT] / TENSORS)
+        unit = sum(one[unit_before(f"{group}.{length}.{way}")] for length in lengths) / len(lengths) / TENSORS
+        return (over(one, long) - over(one, short)) / (long - short) / unit
 
     return Derived(name, title, value, "x detach")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def test_every_round_times_every_case_once_and_every_other_round_backwards(monke
     plain = [unit(lambda: order.append("unit")), Case("b", "", lambda: order.append("b"))]
     monkeypatch.setattr("iree_marshal.bench.harness._calibrate", lambda case, sample_ns: 1)
     recording = measure(plain, settings=SHORT)
-    assert order == ["b", "unit", "unit", "b"] * 2 + ["b", "unit"]
+    # The unit once more before every other case.
+    assert order == ["unit", "b", "unit", "unit", "unit", "b"] * 2 + ["unit", "b", "unit"]
     assert {name: len(rounds) for name, rounds in recording.host.items()} == {UNIT: 4, "b": 4}
     for name in (UNIT, "b"):
         assert all(
@@ -109,18 +111,35 @@ def test_what_cannot_be_measured() -> None:
         measure([unit(), Case("b", "", nothing), Case("b", "", nothing)], settings=SHORT)
 
 
+def test_a_case_may_say_what_counts() -> None:
+    counts = itertools.count(1)
+    timed = Case("timed", "", lambda: next(counts) * 1000, 1, "call", own_clock=True)
+    recording = measure([unit(), timed], settings=Settings(rounds=1, warmup=0, sample_ms=1.0))
+    called = next(counts) - 1
+    repetitions = round(2 * (called - recording.host["timed"][0] / 1000)) + 1
+    assert repetitions > 1
+    assert recording.host["timed"] == [sum(range(called - repetitions + 1, called + 1)) * 1000 / repetitions]
+
+
 def recorded(unit_ns: list[float], b_ns: list[float]) -> Recording:
     """One process in which a call of the unit took 400 tensors, and one of b two."""
     times = {UNIT: [400 * ns for ns in unit_ns], "b": [2 * ns for ns in b_ns]}
+    before = dict.fromkeys(times, times[UNIT])
     about = {"title": "a title", "per": "tensor", "unlike": "", "over": "", "optional": False}
     described = {UNIT: about | {"count": 400}, "b": about | {"count": 2, "unlike": "copies the data"}}
     derived = {"figure": {"title": "a figure", "unit": "x", "rounds": b_ns}}
     return Recording(
-        described, times, times, times, derived, {"memory": {"title": "m", "unit": "b", "value": 1.0, "iqr": 0.0}}
+        described,
+        times,
+        times,
+        times,
+        before,
+        derived,
+        {"memory": {"title": "m", "unit": "b", "value": 1.0, "iqr": 0.0}},
     )
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_ratios_are_of_the_same_moment() -> None:
     # b is always twice the unit, although both drift by a factor of a hundred between rounds and processes.
     recordings = [recorded([1, 10, 100], [2, 20, 200]), recorded([3, 30, 300], [6, 60, 600])]
     made = report.summarize(recordings, SHORT, torch.device("cpu"))

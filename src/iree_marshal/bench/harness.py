@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception
 """Rounds of timings: every round times every case once.
 
-A ratio then compares what ran within the same second: machines drift by more than the
-differences that matter. The unit is one `t.detach()`, which makes numbers comparable
-between machines.
+A ratio then compares what ran within the same moment: machines drift by more than the
+differences that matter, and shared ones change their speed from one second to the next.
+The unit is one `t.detach()`, which makes numbers comparable between machines; it is timed
+again before every case.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNIT", "Case", "Derived", "Recording", "Settings", "measure"]
+__all__ = ["UNIT", "Case", "Derived", "Recording", "Settings", "measure", "unit_before"]
 
 UNIT = "floor.detach"
+# Of a case's sample, what the unit before it gets.
+UNIT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,16 @@ class Settings:
 
 @dataclass
 class Recording:
-    """The rounds of one process: nanoseconds per call by case (see `Sample`), figures, and what was left out."""
+    """The rounds of one process: nanoseconds per call by case (see `Sample`), figures, and what was left out.
+
+    `unit` has what a call of the unit took just before each case.
+    """
 
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
     drained: dict[str, list[float]] = field(default_factory=dict)
     thread: dict[str, list[float]] = field(default_factory=dict)
+    unit: dict[str, list[float]] = field(default_factory=dict)
     derived: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -156,6 +163,11 @@ def _calibrate(case: Case, sample_ns: float) -> int:
         if elapsed >= sample_ns / 4:
             return max(1, round(sample_ns / elapsed * repetitions))
         repetitions *= 2
+
+
+def unit_before(name: str) -> str:
+    """Name what the unit took just before a case, among the times of a round."""
+    return f"{UNIT} before {name}"
 
 
 def pin() -> None:
@@ -216,6 +228,7 @@ def measure(
         recording.host[name] = [one[name].host for one in rounds]
         recording.drained[name] = [one[name].drained for one in rounds]
         recording.thread[name] = [one[name].thread for one in rounds]
+        recording.unit[name] = [one[unit_before(name)].host for one in rounds]
     host = [{name: sample.host for name, sample in one.items()} for one in rounds]
     over = itertools.chain.from_iterable(_over(case) for case, _ in planned if case.over)
     for figure in itertools.chain(derived, over):
@@ -263,9 +276,15 @@ def _rounds(
     planned: list[tuple[Case, int]], settings: Settings, synchronize: Callable[[], None]
 ) -> list[dict[str, Sample]]:
     rounds = []
+    unit, unit_repetitions = next((case, repetitions) for case, repetitions in planned if case.name == UNIT)
+    unit_repetitions = max(1, round(unit_repetitions * UNIT_SHARE))
     for number in range(settings.warmup + settings.rounds):
-        order = planned if number % 2 else planned[::-1]
-        one = {case.name: _sample(case, repetitions, synchronize) for case, repetitions in order}
+        one = {}
+        for case, repetitions in planned if number % 2 else planned[::-1]:
+            if case is not unit:
+                one[unit_before(case.name)] = _sample(unit, unit_repetitions, synchronize)
+            one[case.name] = _sample(case, repetitions, synchronize)
+        one[unit_before(UNIT)] = one[UNIT]
         if number >= settings.warmup:
             rounds.append(one)
     return rounds

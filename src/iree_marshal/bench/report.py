@@ -37,7 +37,7 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
     dict
         What is written as JSON: ``cases`` holds, by name, ``median`` and ``iqr`` (host ns per
         tensor or call), ``drained`` (the same until the device was idle), ``ratio`` and
-        ``ratio_iqr`` (over the unit of the same round), ``unit_ns``, ``thread`` and
+        ``ratio_iqr`` (over the unit just before it), ``unit_ns``, ``thread`` and
         ``thread_ratio`` (processor time of the calling thread, which a busy machine changes
         less); ``derived`` holds figures.
     """
@@ -63,7 +63,8 @@ def summarize(recordings: Sequence[Recording], settings: Settings, device: torch
         count = about["count"]
         per_one = [ns / count for one in recordings for ns in one.host[name]]
         median, iqr = spread(per_one)
-        ratio, ratio_iqr = spread([ns / floor for ns, floor in zip(per_one, unit, strict=True)])
+        floors = [ns / first.cases[UNIT]["count"] for one in recordings for ns in one.unit[name]]
+        ratio, ratio_iqr = spread([ns / floor for ns, floor in zip(per_one, floors, strict=True)])
         drained = statistics.median([ns / count for one in recordings for ns in one.drained[name]])
         thread = [ns / count for one in recordings for ns in one.thread[name]]
         report["cases"][name] = about | {
