@@ -76,44 +76,36 @@ def bare(name: str, program: Program, fixture: Fixture, tensors: list[torch.Tens
     return Case(name, what, lambda: program.invoke(arguments), 1, "call")
 
 
-def argument_cases(fixture: Fixture) -> Iterator[Case]:
-    """Time calls with many arguments and one result."""
-    for count in sizes_of(fixture).arguments:
-        program, tensors = load(fixture, count, 1, storage=False), fixture.tensors(count)
-        where = f"arguments.{count}"
-        yield bare(f"{where}.bare", program, fixture, tensors)
-        yield Case(
-            f"{where}.new",
-            f"`Executor`, {count} new tensors",
-            rotating(executor(program, fixture), fixture, count),
-            1,
-            "call",
-        )
-        yield Case(
-            f"{where}.known",
-            f"`Executor`, {count} known tensors",
-            calling(executor(program, fixture), tensors),
-            1,
-            "call",
-        )
-        yield Case(f"{where}.bound", f"`Executor`, {count} bound tensors", bound(program, fixture, tensors), 1, "call")
+def border(executor: Any, call: Callable[[], object]) -> Callable[[], int]:
+    """Time a call without its invocation, and the drop of its results: nanoseconds.
 
-
-def border(executor: Any, **more: Any) -> Callable[[], int]:
-    """Time what a call does besides the invocation, and the drop of its results: nanoseconds.
-
-    The invocation of a program with hundreds of results takes long and differs by more than the border costs.
+    The invocation of a program with hundreds of arguments or results takes long and differs by more than the border
+    costs; `Executor.last_timing` says how long it took, and it is taken off.
     """
 
     def timed() -> int:
-        results = executor(**more)
         start = time.perf_counter_ns()
+        results = call()
         del results
-        dropping = time.perf_counter_ns() - start
-        last = executor.last_timing
-        return last.marshal_in + last.order + last.marshal_out + dropping
+        return time.perf_counter_ns() - start - executor.last_timing.invoke
 
     return timed
+
+
+def argument_cases(fixture: Fixture) -> Iterator[Case]:
+    """Time the border of calls with many arguments and one result."""
+    for count in sizes_of(fixture).arguments:
+        program, tensors = load(fixture, count, 1, storage=False), fixture.tensors(count)
+        new = executor(program, fixture, timing=True)
+        known = executor(program, fixture, timing=True)
+        fixed = bound(program, fixture, tensors, timing=True)
+        for way, called, call in (
+            ("new", new, rotating(new, fixture, count)),
+            ("known", known, calling(known, tensors)),
+            ("bound", fixed, fixed),
+        ):
+            title = f"`Executor` without the invocation, {count} {way} tensors"
+            yield Case(f"arguments.{count}.{way}", title, border(called, call), 1, "call", own_clock=True)
 
 
 def dropped(program: Program, arguments: rt.VmVariantList) -> Callable[[], int]:
@@ -144,13 +136,13 @@ def result_cases(fixture: Fixture) -> Iterator[Case]:
             dropping = dropped(program, program.arguments(tensors, fixture))
             yield Case(f"results.{count}.{kind}.drop", title, dropping, 1, "call", own_clock=True)
         views = bound(own, fixture, tensors, timing=True)
-        yield case("own.views", " in IREE's own allocation", border(views))
+        yield case("own.views", " in IREE's own allocation", border(views, views))
         views = bound(storage, fixture, tensors, timing=True)
-        yield case("storage.views", " as views of a slab", border(views))
+        yield case("storage.views", " as views of a slab", border(views, views))
         reused = bound(storage, fixture, tensors, timing=True, reuse_outputs=True)
-        yield case("storage.reuse", ", `reuse_outputs=True`", border(reused))
+        yield case("storage.reuse", ", `reuse_outputs=True`", border(reused, reused))
         given = bound(storage, fixture, tensors, timing=True)
-        yield case("storage.out", ", `out=[...]`", border(given, out=fixture.fresh(count)))
+        yield case("storage.out", ", `out=[...]`", border(given, into(given, fixture, count)))
 
 
 def into(call: Callable[..., object], fixture: Fixture, count: int, *tensors: torch.Tensor) -> Callable[[], object]:
@@ -224,8 +216,8 @@ def call_cases(fixture: Fixture) -> Iterator[Case]:
     yield from whole_cases(fixture)
 
 
-def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str, floor: str) -> Derived:
-    """Derive what one more tensor costs over the bare invocation, in units, from calls of two lengths.
+def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str, floor: str = "") -> Derived:
+    """Derive what one more tensor costs at the border, in units, from calls of two lengths.
 
     Parameters
     ----------
@@ -236,12 +228,12 @@ def slope(name: str, title: str, group: str, lengths: tuple[int, int], way: str,
     lengths : tuple of int
         The shorter and the longer.
     way, floor : str
-        The call, and what it contains of a bare invocation.
+        The call, and what it contains that a bare invocation costs as well; empty: nothing.
     """
     short, long = lengths
 
     def over(one: Mapping[str, float], length: int) -> float:
-        return one[f"{group}.{length}.{way}"] - one[f"{group}.{length}.{floor}"]
+        return one[f"{group}.{length}.{way}"] - (one[f"{group}.{length}.{floor}"] if floor else 0.0)
 
     def value(one: Mapping[str, float]) -> float:
         unit = sum(one[unit_before(f"{group}.{length}.{way}")] for length in lengths) / len(lengths) / TENSORS
@@ -255,7 +247,7 @@ def call_derived(fixture: Fixture) -> Iterator[Derived]:
     sizes = sizes_of(fixture)
     for way in WAYS:
         title = f"`Executor`: one more {way} argument"
-        yield slope(f"executor.argument.{way}", title, "arguments", sizes.arguments, way, "bare")
+        yield slope(f"executor.argument.{way}", title, "arguments", sizes.arguments, way)
     for way, how in (
         ("own.views", "a view of IREE's own allocation"),
         ("storage.views", "a view of a slab"),
