@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,14 @@ def test_one_overflow_does_not_excuse_an_error_elsewhere(wrong: float) -> None:
 def test_compilation_errors_name_the_first_diagnostic() -> None:
     with pytest.raises(CompileError, match=r"graph x: the IREE compiler refused it \(exit status 1\):\n.*error:"):
         toolchain.compile_program("func.func @main() { nonsense }", toolchain.flags_for(torch.device("cpu")), "graph x")
+
+
+def test_the_compiler_knows_the_flags_for_amd_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    program = "func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {\n  return %x : tensor<4xf32>\n}\n"
+    assert toolchain.compile_program(program, toolchain.flags_for(torch.device("cuda", 0)), "graph x")
 
 
 def test_devices_without_a_target() -> None:

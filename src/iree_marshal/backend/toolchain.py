@@ -161,7 +161,7 @@ def flags_for(device: torch.device) -> tuple[str, ...]:
         if torch.version.hip is not None:
             # torch calls ROCm devices "cuda" as well. Untested: no such device was at hand.
             arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-            return (*common, "--iree-hal-target-backends=rocm", f"--iree-hip-target={arch}")
+            return (*common, "--iree-hal-target-backends=rocm", f"--iree-rocm-target={arch}")
         target = cuda_target(*torch.cuda.get_device_capability(device))
         return (*common, "--iree-hal-target-backends=cuda", f"--iree-cuda-target={target}")
     raise CompileError(f"no IREE target for torch device {device!s} (supported: cpu, cuda)")
